@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.profiler
 from lightning.pytorch import Callback
 from rich.console import Console
 
@@ -49,9 +48,6 @@ def bench_step(config: Request[BenchOptions]) -> None:
         print(json.dumps(result))
     else:
         show_times(result)
-
-
-# ---- the measurement -------------------------------------------------------------------------------------------------
 
 
 class StepTimer(Callback):
@@ -133,9 +129,6 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def describe_times(config: Request, timer: StepTimer, trainer: Trainer) -> dict[str, Any]:

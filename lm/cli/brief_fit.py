@@ -1,7 +1,4 @@
-"""A run of a few steps, to measure them: what `lm bench step` and `lm profile` have in common.
-
-`fit_briefly` trains as `lm fit` does, in a folder that is removed afterwards.
-"""
+"""A run of a few steps, to measure them: what `lm bench step` and `lm profile` have in common."""
 
 import logging
 import tempfile
@@ -14,7 +11,6 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-import torch.profiler
 from lightning.pytorch import Callback
 from rich.console import Console
 from tokenizers import Tokenizer as Backend
@@ -108,8 +104,7 @@ class OnlySteps(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.skip(trainer.global_step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        self.on_validation_end(trainer, pl_module)
+    on_train_end = on_validation_end
 
 
 def find_vocab_size(config: Request) -> int:
@@ -147,9 +142,6 @@ def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-# ---- reports ---------------------------------------------------------------------------------------------------------
 
 
 def describe_training(config: Request, trainer: Trainer) -> dict[str, Any]:

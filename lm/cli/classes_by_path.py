@@ -84,9 +84,8 @@ def find_class(option: str, given: Any) -> Any:
         if name not in names:
             close = [each for each in names if each.lower().startswith(name.lower())]
             close = close or get_close_matches(name, names, 1, cutoff=0.8)
-            fix = (
-                f"did you mean {close[0]}?" if close else f"give its path, such as my_file.{name} for one in my_file.py"
-            )
+            own = f"give its path, such as my_file.{name} for one in my_file.py"
+            fix = f"did you mean {close[0]}?" if close else own
             raise RequestError(f"trainer.{option}: Lightning has no {name}; {fix}")
         module = package.__name__
     try:

@@ -59,13 +59,12 @@ def bash_script(table: dict[str, list[Option]]) -> str:
     ]
     choices = {option.name: choices_of(option) for options in table.values() for option in options}
     values = [f"    --{name}) words={quote(' '.join(words))} ;;" for name, words in choices.items() if words]
-    families = {name.split()[0]: [] for name in table if " " in name}
+    families: dict[str, list[str]] = {}  # `data` -> `prepare`, `inspect` ...
     for name in table:
-        if " " in name:
-            families[name.split()[0]].append(name.split()[1])
-    cases += [f"    '{name} '*) words={quote(' '.join(seconds))} ;;" for name, seconds in families.items()]
-    commands = " ".join(dict.fromkeys(name.split()[0] for name in table))
-    return BASH.format(commands=commands, cases="\n".join(cases), choices="\n".join(values))
+        first, *second = name.split()
+        families.setdefault(first, []).extend(second)
+    cases += [f"    '{name} '*) words={quote(' '.join(words))} ;;" for name, words in families.items() if words]
+    return BASH.format(commands=" ".join(families), cases="\n".join(cases), choices="\n".join(values))
 
 
 def fish_script(table: dict[str, list[Option]]) -> str:
@@ -73,12 +72,10 @@ def fish_script(table: dict[str, list[Option]]) -> str:
     for command in TABLE:
         first, *second = command.name.split()
         where = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.name.split())
-        help = command.help if not second else ""
-        lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {quote(help)}")
-        if second:
-            lines.append(
-                f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {second[0]} -d {quote(command.help)}"
-            )
+        help, none = quote(command.help), quote("")
+        lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {none if second else help}")
+        for word in second:
+            lines.append(f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {word} -d {help}")
         for option in table[command.name]:
             words = choices_of(option)
             values = f" -x -a {quote(' '.join(words))}" if words else " -r"

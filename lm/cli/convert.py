@@ -209,11 +209,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
         place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         # transformers takes 128 for every Qwen3; other architectures may leave it out.
-        lengths = [
-            int(field.contents())
-            for name, field in GGUFReader(file).fields.items()
-            if name.endswith(".attention.key_length")
-        ]
+        fields = GGUFReader(file).fields
+        lengths = [int(fields[name].contents()) for name in fields if name.endswith(".attention.key_length")]
         head_dim = {"head_dim": lengths[-1]} if lengths else {}
         model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, **head_dim)
         AutoTokenizer.from_pretrained(**place).save_pretrained(folder)

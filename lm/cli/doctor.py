@@ -72,9 +72,8 @@ def _checks() -> Iterator[Check]:
         try:
             yield from group()
         except Exception as failure:  # the other checks are still of use
-            yield Check(
-                name, "error", f"{type(failure).__name__}: {first_line(failure)}", "please report it with this page"
-            )
+            what = f"{type(failure).__name__}: {first_line(failure)}"
+            yield Check(name, "error", what, "please report it with this page")
 
 
 def _anonymous(text: str) -> str:
@@ -91,24 +90,21 @@ def _python() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    gpus = "ROCm" if torch.version.hip else "CPUs"
-    yield Check(
-        "torch", "ok", f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else gpus}"
-    )
+    cuda = torch.version.cuda
+    built_for = f"CUDA {cuda}" if cuda else "ROCm" if torch.version.hip else "CPUs"
+    yield Check("torch", "ok", f"{torch.__version__}, for {built_for}")
     if not (driver := driver_version()):
         return
-    cuda = "cu130" if int(driver.partition(".")[0]) >= 580 else "cu126"  # what PyTorch is built for
-    index = f"--index-url https://download.pytorch.org/whl/{cuda}"
+    wheel = "cu130" if int(driver.partition(".")[0]) >= 580 else "cu126"  # what PyTorch is built for
+    index = f"--index-url https://download.pytorch.org/whl/{wheel}"
     reinstall = f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} {index}"
-    if not torch.version.cuda:
-        yield Check(
-            "driver", "error", f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only", reinstall
-        )
+    if not cuda:
+        what = f"there is an NVIDIA driver, {driver}, and this torch is for CPUs only"
+        yield Check("driver", "error", what, reinstall)
     elif not torch.cuda.is_available():
-        what = f"torch for CUDA {torch.version.cuda} finds no GPU with NVIDIA driver {driver}"
-        yield Check(
-            "driver", "error", what, f"install a newer driver, or {reinstall}; in a container, start it with --gpus all"
-        )
+        what = f"torch for CUDA {cuda} finds no GPU with NVIDIA driver {driver}"
+        fix = f"install a newer driver, or {reinstall}; in a container, start it with --gpus all"
+        yield Check("driver", "error", what, fix)
     else:
         yield Check("driver", "ok", f"NVIDIA {driver}")
 

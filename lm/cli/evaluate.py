@@ -62,10 +62,8 @@ def measure(options: EvaluateOptions, load: Callable[[], Pretrained]) -> dict[st
     owner = Run.of(model.path)
     began = time.monotonic()
     with progress_bars() as bar:
-        limits = {"batch_tokens": options.batch_tokens, "max_items": options.max_items}
-        results = benchmark.evaluate(
-            model.decoder, model.tokenizer, questions, **limits, begin=options.begin, progress=bar
-        )
+        choices = {name: getattr(options, name) for name in ("batch_tokens", "max_items", "begin")}
+        results = benchmark.evaluate(model.decoder, model.tokenizer, questions, **choices, progress=bar)
         texts = measure_texts(model, owner, options, bar)
     settings = {name: getattr(options, name) for name in ("tasks", "texts", "max_items", "num_fewshot", "begin")}
     settings |= {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}

@@ -166,9 +166,6 @@ def with_available_hardware(request: Request) -> Request:
     return request.with_values({name: after for name, (_, after) in changes.items()})
 
 
-# ---- LightningCLI ----------------------------------------------------------------------------------------------------
-
-
 class TrainingCLI(LightningCLI):
     """LightningCLI, which makes Trainer, model and data of a request's settings, and runs its command on them."""
 
@@ -246,9 +243,6 @@ class TrainingCLI(LightningCLI):
                 print(f"{name} {value.item():.4f}")
 
     after_test = after_validate
-
-
-# ---- surroundings ----------------------------------------------------------------------------------------------------
 
 
 def check_one_device_in_notebook(trainer: Trainer) -> None:

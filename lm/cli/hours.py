@@ -34,7 +34,7 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hours")
     other_options = parser.parse_known_args(arguments())[1]  # which starts the other processes of the run
-    runs, length = [], {}
+    runs = []
     if run_choice.ckpt_path:
         runs = runs_of_name(request.trainer.default_root_dir, request.run_name, named=run_choice.run is not None)
     if runs:
@@ -52,7 +52,7 @@ def with_measured_length(request: Request[FitOptions]) -> tuple[Request[FitOptio
         log.info("--hours %g: measuring a step", hours)
         devices = devices_of_node(request.trainer, request.trainer.devices)
         trainer = {**request.settings["trainer"], "max_steps": FEW, "max_tokens": None}  # any length will do
-        times = measure_step(to_yaml({**request.settings, "trainer": trainer}), 3600 * hours, devices)
+        times = measure_step({**request.settings, "trainer": trainer}, 3600 * hours, devices)
         # A process that measures imports what this one has imported already.
         steps = steps_of_hours(request, hours, times, validated, seconds_since_process_start() - imported)
         log.info("--hours %g: %d optimizer steps", hours, steps)
@@ -71,8 +71,8 @@ def options_of_length(config: Request, steps: int) -> dict[str, int]:
     return options
 
 
-def measure_step(config: str, seconds: float, devices: int = 1, steps: int = FEW) -> dict[str, Any]:
-    """What `lm bench step` finds for the content of a config, in a process of its own for each device.
+def measure_step(settings: dict[str, Any], seconds: float, devices: int = 1, steps: int = FEW) -> dict[str, Any]:
+    """What `lm bench step` finds for the settings of a run, in a process of its own for each device.
 
     First of a few steps, then of as many as take `PACE` of a run of so many seconds: other programs and clock speeds
     change from second to second.
@@ -83,14 +83,14 @@ def measure_step(config: str, seconds: float, devices: int = 1, steps: int = FEW
         target.insert(-1, "--")
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder) / "config.yaml", Path(folder) / "step.json"
-        file.write_text(config, encoding="utf-8")
+        file.write_text(to_yaml(settings), encoding="utf-8")
         options = ["--steps", str(steps), "--checkpoints", "1", "--output", output, "--config", file]
         done = subprocess.run([python, *target, "bench", "step", *options], capture_output=True, text=True)
         if done.returncode:
             raise RunError(f"the time of a step could not be measured: {done.stderr.strip().splitlines()[-1]}")
         times = json.loads(output.read_text())
     more = int(1e3 * min(MAX_SECONDS, PACE * seconds) / times["ms_per_step"])
-    return measure_step(config, seconds, devices, more) if steps == FEW < more else times
+    return measure_step(settings, seconds, devices, more) if steps == FEW < more else times
 
 
 def validation_tokens(config: Request) -> int:

@@ -28,7 +28,7 @@ from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
 from lm.cli.ladder_report import AGAINST, LadderRun, ModelSize, page, print_report, report
 from lm.cli.plan_facts import examine
-from lm.cli.request import override
+from lm.cli.request import override, to_yaml
 from lm.errors import Interrupted, RequestError, RunError
 from lm.runs.config_diff import differences, not_allowed
 from lm.runs.run import Run
@@ -46,8 +46,6 @@ VALIDATED = 2**20  # tokens of a validation, the same for all sizes
 VALIDATION = tuple(f"data.{name}" for name in "path sources tokenizer prepare column pad_id val_tokens".split())
 POLL = 0.2  # seconds between looks at the runs
 PATIENCE = 60.0  # seconds that a run of a killed ladder has to save its last checkpoint
-
-
 # Settings that follow from the size and length of a run -> the option of `lm ladder` that changes them.
 FOLLOWS = {
     "trainer.default_root_dir": "--root",
@@ -129,7 +127,6 @@ def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") ->
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)
-        settings = request.settings
         facts, findings = examine(with_classes(request), plan_options)
         errors = [finding for finding in findings if finding.level == "error"]
         if errors and (depth in options.sizes or "time" not in facts):  # a size that is not trained may not fit
@@ -141,8 +138,8 @@ def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") ->
         prefix = f"{options.name}-{AGAINST}" if recipe == AGAINST else options.name
         for seed in range(1, options.seeds + 1):
             name = f"{prefix}-d{depth}-{options.length}-s{seed}"
-            text = yaml.safe_dump({"run": name, **settings, "seed_everything": seed}, sort_keys=False)
-            ladder_runs.append(LadderRun(size, seed, Run(options.folder / name), text, facts, recipe))
+            settings = {"run": name, **request.settings, "seed_everything": seed}
+            ladder_runs.append(LadderRun(size, seed, Run(options.folder / name), settings, facts, recipe))
     return ladder_runs
 
 
@@ -151,7 +148,7 @@ def check_same_settings(ladder_runs: list[LadderRun]) -> None:
     for one in ladder_runs:
         if not (one.run.path / "run.json").exists():
             continue
-        differing = differences([one.run.settings(), yaml.safe_load(one.config)])
+        differing = differences([one.run.settings(), one.settings])
         for key, (before, now) in not_allowed("ladder", differing).items():
             what = f"run {one.run.path} has {key} {before}, and this ladder {now}"
             raise RequestError(f"{what}: give the options that it was made with, or another --name")
@@ -159,7 +156,7 @@ def check_same_settings(ladder_runs: list[LadderRun]) -> None:
 
 def check_same_validation(ladder_runs: list[LadderRun]) -> None:
     """Raise RequestError if the recipes are validated on different texts."""
-    configs = {one.recipe: yaml.safe_load(one.config) for one in ladder_runs}
+    configs = {one.recipe: one.settings for one in ladder_runs}
     for key, values in differences([configs[""], configs.get(AGAINST, configs[""])]).items():
         if key.startswith(VALIDATION) and not (key == "data.path" and same_texts(*values)):
             raise RequestError(f"--against changes {key}, and losses on other texts do not compare: give it to both")
@@ -199,8 +196,8 @@ def print_plan(
         counts = [depth, parameters, f"{size['steps']:,}", tokens, "" if epochs is None else f"{epochs:.2f}"]
         time = "" if size["seconds"] is None else format_duration(size["seconds"])
         rows.append([*counts, f"{size['flops']:.2e}", format_bytes(memory), time, str(size["runs"] or "predicted")])
-    prices = [size["usd"] for size in sizes]
-    if usd_is_known := any(price is not None for price in prices):
+    usd_is_known = any(size["usd"] is not None for size in sizes)
+    if usd_is_known:
         heads.append("USD")
         for row, size in zip(rows, sizes, strict=True):
             row.append("" if size["usd"] is None else format_figure(size["runs"] * size["usd"]))
@@ -219,10 +216,7 @@ def print_plan(
 
 
 def train(options: LadderOptions, to_train: list[LadderRun], ladder_runs: list[LadderRun]) -> list[LadderRun]:
-    """Train the unfinished runs, one process at a time on each device, and write the report after each.
-
-    Returns the runs that failed.
-    """
+    """Train the unfinished runs, one at a time on each device, with a report after each; returns those that failed."""
     waiting = [one for one in to_train if not one.finished]
     places, failed = free_devices(waiting), []
     running: dict[subprocess.Popen, tuple[LadderRun, str | None, float]] = {}
@@ -276,13 +270,13 @@ def describe_remaining(
 
 def free_devices(ladder_runs: Iterable[LadderRun]) -> list[str | None]:
     """Values of `CUDA_VISIBLE_DEVICES` for runs that are trained at the same time; `[None]` without GPUs."""
-    config = next((yaml.safe_load(one.config)["trainer"] for one in ladder_runs), {})
-    count = torch.cuda.device_count() if config.get("accelerator") in ("auto", "gpu", "cuda") else 0
+    trainer = next((one.settings["trainer"] for one in ladder_runs), {})
+    count = torch.cuda.device_count() if trainer.get("accelerator") in ("auto", "gpu", "cuda") else 0
     if not count:
         return [None]
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name][:count]
     named = named or list(map(str, range(count)))
-    each = device_count(config["devices"]) or count
+    each = device_count(trainer["devices"]) or count
     return [",".join(named[begin : begin + each]) for begin in range(0, max(1, count - each + 1), each)]
 
 
@@ -291,7 +285,7 @@ def start(one: LadderRun, place: str | None) -> subprocess.Popen:
     began = time.monotonic()
     while one.run.is_locked() and time.monotonic() < began + PATIENCE and not STOP.received:
         time.sleep(POLL)
-    write_atomically(one.file, one.config)
+    write_atomically(one.file, to_yaml(one.settings))
     command = [*process.command(), "fit", "--config", str(one.file), "--run", one.run.name, "--ckpt_path", "auto"]
     environment = os.environ | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
     log.info("%s begins%s", one.run.name, f" on GPU {place}" if place else "")
@@ -329,9 +323,8 @@ def write_predicted(options: LadderOptions, ladder_runs: list[LadderRun]) -> lis
     """Write the configs of sizes that are predicted but not trained yet, and return their runs."""
     others = [one for one in ladder_runs if one.size.depth not in options.sizes and one.seed == 1 and not one.finished]
     for one in others:
-        settings = yaml.safe_load(one.config)
-        settings["trainer"]["devices"] = "auto"
-        write_atomically(one.file, yaml.safe_dump(settings, sort_keys=False))
+        trainer = {**one.settings["trainer"], "devices": "auto"}
+        write_atomically(one.file, to_yaml({**one.settings, "trainer": trainer}))
     return others
 
 

@@ -44,7 +44,7 @@ class LadderRun:
     size: ModelSize
     seed: int
     run: Run
-    config: str = ""  # YAML with all options
+    settings: dict[str, Any] = field(default_factory=dict)  # all options
     plan: dict[str, Any] = field(default_factory=dict)  # the facts of `lm plan`
     recipe: str = ""  # "": the ladder's own; HALF: the same at half the length; AGAINST: the one compared with it
 
@@ -61,13 +61,6 @@ class LadderRun:
         return self.run.status() == "finished"
 
 
-class Measured(NamedTuple):
-    """A size and the final losses of its runs."""
-
-    size: ModelSize
-    losses: list[float]  # by seed; empty where no training has finished
-
-
 def report(name: str, command: str, ladder_runs: Sequence[LadderRun], against: str | None = None) -> dict[str, Any]:
     """The results of the finished runs of a ladder, in the format of `ladder.json`."""
     ends = [last_losses(one.run) if one.finished else {} for one in ladder_runs]
@@ -75,26 +68,21 @@ def report(name: str, command: str, ladder_runs: Sequence[LadderRun], against: s
     in_bits = all("val/bpb" in end for end in known)
     metric = "val/bpb" if in_bits else "val/loss"
     losses = [end.get(metric) for end in ends]
-    by_recipe: dict[str, dict[int, Measured]] = {"": {}, HALF: {}, AGAINST: {}}  # by depth
-    for one, loss in zip(ladder_runs, losses, strict=True):
-        size = by_recipe[one.recipe].setdefault(one.size.depth, Measured(one.size, []))
-        size.losses.extend([] if loss is None else [loss])
-    measured = list(by_recipe[""].values())
     results: dict[str, Any] = {
         "name": name,
         "command": command,
         "written": time.time(),
         "unit": "bits per byte" if in_bits else "nats a token",
         "runs": [describe_run(one, loss) for one, loss in zip(ladder_runs, losses, strict=True)],
-        "sizes": [describe_size(size) for size in measured],
+        "sizes": describe_sizes(ladder_runs, losses),
         "laws": [],
         "predictions": [],
         "notes": [],
     }
-    add_laws(results, measured)
+    add_laws(results)
     if against is not None:
-        results["against"] = {"recipe": against, **comparison(by_recipe, ladder_runs)}
-    if known and not any(len(size.losses) > 1 for size in measured):
+        results["against"] = {"recipe": against, **comparison(ladder_runs, losses)}
+    if known and not any(size["seeds"] > 1 for size in results["sizes"]):
         results["notes"].append(
             "One seed: the noise between runs is not known, and fewer than five sizes have no interval; --seeds 3 "
             "trains the others too."
@@ -108,11 +96,20 @@ def describe_run(one: LadderRun, loss: float | None) -> dict[str, Any]:
     return {**about, "loss": loss, "status": status}
 
 
-def describe_size(measured: Measured) -> dict[str, Any]:
-    losses = measured.losses
-    mean = fmean(losses) if losses else None
-    stderr = stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else None
-    return {**measured.size._asdict(), "losses": losses, "seeds": len(losses), "mean": mean, "stderr": stderr}
+def describe_sizes(
+    ladder_runs: Sequence[LadderRun], losses: Sequence[float | None], recipe: str = ""
+) -> list[dict[str, Any]]:
+    """The sizes of a recipe with the final losses of their runs by seed, which are none where no run has finished."""
+    by_size: dict[ModelSize, list[float]] = {}
+    for one, loss in zip(ladder_runs, losses, strict=True):
+        if one.recipe == recipe:
+            by_size.setdefault(one.size, []).extend([] if loss is None else [loss])
+    sizes = []
+    for size, known in by_size.items():
+        mean = fmean(known) if known else None
+        stderr = stdev(known) / len(known) ** 0.5 if len(known) > 1 else None
+        sizes.append({**size._asdict(), "losses": known, "seeds": len(known), "mean": mean, "stderr": stderr})
+    return sizes
 
 
 def last_losses(run: Run) -> dict[str, float]:
@@ -124,16 +121,16 @@ def last_losses(run: Run) -> dict[str, float]:
 # ---- laws and predictions --------------------------------------------------------------------------------------------
 
 
-def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
+def add_laws(results: dict[str, Any]) -> None:
     """Fit the loss as a function of FLOPs, predict the held-out sizes, and add both to the results."""
-    fitted = [one for one in measured if one.losses and not one.size.held_out]
-    targets = [one for one in measured if one.size.held_out]
+    fitted = [size for size in results["sizes"] if size["losses"] and not size["held_out"]]
+    targets = [size for size in results["sizes"] if size["held_out"]]
     if len(fitted) < scaling_laws.MIN_SIZES:
         sizes = plural(len(fitted), "size")
         results["notes"].append(f"{sizes} finished; a scaling law needs {scaling_laws.MIN_SIZES}, so none is fitted.")
         return
-    losses = [one.losses for one in fitted]
-    x, beyond = ([float(one.size.flops) for one in sizes] for sizes in (fitted, targets))
+    losses = [size["losses"] for size in fitted]
+    x, beyond = ([float(size["flops"]) for size in sizes] for sizes in (fitted, targets))
     fit = scaling_laws.fit_sizes(x, losses)
     if fit.laws[0](max(x)) >= fit.laws[0](min(x)):
         results["notes"].append("The loss does not fall with FLOPs: no law is fitted.")
@@ -144,13 +141,13 @@ def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
         "of": "operations",
         "laws": [law.formula() for law in fit.laws],
         "parameters": [list(map(float, vars(law).values())) for law in fit.laws],
-        "backtest": {"depth": fitted[x.index(max(x))].size.depth, "predicted": predicted, "measured": largest},
+        "backtest": {"depth": fitted[x.index(max(x))]["depth"], "predicted": predicted, "measured": largest},
         "curve": [[flops, *fit.predict(flops)[:3]] for flops in curve],
     }
     results["laws"].append(law)
-    for one, flops in zip(targets, beyond, strict=True):
-        predicted, mean = fit.predict(flops), fmean(one.losses) if one.losses else None
-        prediction = {"depth": one.size.depth, "of": "operations", **predicted._asdict(), "measured": mean}
+    for size, flops in zip(targets, beyond, strict=True):
+        predicted, mean = fit.predict(flops), size["mean"]
+        prediction = {"depth": size["depth"], "of": "operations", **predicted._asdict(), "measured": mean}
         prediction |= {"times_largest": flops / max(x), "range": max(x) / min(x), "error": None, "within": None}
         if mean is not None:
             prediction["error"] = predicted.loss / mean - 1
@@ -162,22 +159,23 @@ def add_laws(results: dict[str, Any], measured: Sequence[Measured]) -> None:
 # ---- another recipe --------------------------------------------------------------------------------------------------
 
 
-def comparison(measured: dict[str, dict[int, Measured]], ladder_runs: Sequence[LadderRun]) -> dict[str, Any]:
+def comparison(ladder_runs: Sequence[LadderRun], losses: Sequence[float | None]) -> dict[str, Any]:
     """The compute multiplier of the other recipe at each size, in tokens and in seconds, and a verdict in words."""
-    depths = [depth for depth, one in measured[""].items() if not one.size.held_out]
-    trios = [[measured[recipe][depth] for recipe in (HALF, "", AGAINST)] for depth in depths]
+    own, *others = (describe_sizes(ladder_runs, losses, recipe) for recipe in ("", HALF, AGAINST))
+    halves, changed = ({size["depth"]: size for size in sizes} for sizes in others)
+    trios = [(halves[size["depth"]], size, changed[size["depth"]]) for size in own if not size["held_out"]]
     multipliers = compute_multipliers(
         [
-            Compared(half.losses, full.losses, other.losses, full.size.tokens / half.size.tokens, full.size.flops)
+            Compared(half["losses"], full["losses"], other["losses"], full["tokens"] / half["tokens"], full["flops"])
             for half, full, other in trios
         ]
     )
     sizes = []
     for (half, full, other), multiplier in zip(trios, multipliers.sizes, strict=True):
-        rate, other_rate = (tokens_per_second(ladder_runs, recipe, full.size.depth) for recipe in ("", AGAINST))
-        faster = full.size.tokens / rate / (other.size.tokens / other_rate) if rate and other_rate else None
-        size = {"depth": full.size.depth, "flops": full.size.flops}
-        size |= {"half": half.losses, "whole": full.losses, "other": other.losses}
+        rate, other_rate = (tokens_per_second(ladder_runs, recipe, full["depth"]) for recipe in ("", AGAINST))
+        faster = full["tokens"] / rate / (other["tokens"] / other_rate) if rate and other_rate else None
+        size = {"depth": full["depth"], "flops": full["flops"]}
+        size |= {"half": half["losses"], "whole": full["losses"], "other": other["losses"]}
         size |= {"tokens": multiplier and multiplier._asdict()}
         sizes.append(size | {"in_seconds": multiplier and faster and multiplier.value * faster})
     return {

@@ -56,9 +56,6 @@ def largest_that_fits(facts: dict[str, Any], findings: list[Finding]) -> int:
     return memory["largest_micro_batch"]
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
 def show_plan(facts: dict[str, Any], findings: list[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{facts['config']}[/bold]")

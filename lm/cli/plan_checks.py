@@ -31,9 +31,6 @@ def warning(what: str, fix: str = "") -> Finding:
     return Finding("warning", what, fix)
 
 
-# ---- data and steps --------------------------------------------------------------------------------------------------
-
-
 def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
     if not data["prepared"]:
         rows, prepare = config.model.decoder.vocab_size, config.data.prepare
@@ -155,9 +152,6 @@ def check_windows(decoder: DecoderConfig) -> Iterator[Finding]:
         yield warning(what, f"--model.decoder.sliding_window {context // 4} is a quarter of it")
 
 
-# ---- device, memory and disk -----------------------------------------------------------------------------------------
-
-
 def check_device(
     memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device, config: Sections, precision: str
 ) -> Iterator[Finding]:
@@ -191,9 +185,6 @@ def check_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device, 
         yield error(f"a step takes {need}", fix)
     elif fraction > NEARLY_FULL:
         yield warning(f"a step takes {need}, {fraction:.0%}", "lower data.micro_batch_size if memory runs out")
-
-
-# ---- budget ----------------------------------------------------------------------------------------------------------
 
 
 def check_budget(

@@ -1,7 +1,6 @@
 """The numbers of `lm plan`, subject by subject: a config in tokens, steps, bytes, hours and dollars.
 
-`examine` returns them with the findings on them, which are those of `cli/plan_checks` and `training/checks`. `cli/plan`
-has the command.
+`examine` returns them with the findings of `cli/plan_checks` and `training/checks`. `cli/plan` has the command.
 """
 
 import math
@@ -99,9 +98,6 @@ def data_facts(
     return facts, opened.tokenizer
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str, Any]:
     """The counts of the run: tokens, epochs, warm-up, validations, checkpoints."""
     warmup, decay = warmup_and_decay_steps(steps.max_steps, config.model.schedule)
@@ -127,9 +123,6 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
             for (name, source), count in zip(data["sources"].items(), samples.tolist(), strict=True)
         }
     return facts
-
-
-# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""`lm profile`: where the time of a training step goes, by part.
-
-`Parts` assigns the time of Lightning's profiler spans to the parts of a step; it synchronizes the device after each
-part, so its steps are longer than those of `lm bench step`.
-"""
+"""`lm profile`: where the time of a training step goes, by part."""
 
 import json
 import re
@@ -82,14 +78,11 @@ def profile(config: Request[ProfileOptions]) -> None:
         print(f"trace: {options.trace}, for https://ui.perfetto.dev or chrome://tracing")
 
 
-# ---- the measurement -------------------------------------------------------------------------------------------------
-
-
 class Parts(Profiler):
     """Lightning profiler that sums the seconds of each part of every step; a callback is a part with its span's name.
 
-    It synchronizes the device between parts; otherwise the device's work would count for a later part. With a
-    `tracer`, it traces `TRACED` steps after step `begin`.
+    It synchronizes the device between parts, so its steps are longer than those of `lm bench step`; otherwise the
+    device's work would count for a later part. With a `tracer`, it traces `TRACED` steps after step `begin`.
     """
 
     trainer: Trainer
@@ -98,7 +91,6 @@ class Parts(Profiler):
         super().__init__()
         self.steps: list[dict[str, float]] = []  # of each finished step, seconds by part
         self._tracer, self._begin = tracer, begin
-        self._tracing = False
         # Parts of the spans that are open with their marks in the trace, outermost first.
         self._spans: list[tuple[str, AbstractContextManager]] = [("rest", nullcontext())]
         self._since = time.perf_counter()
@@ -114,7 +106,7 @@ class Parts(Profiler):
             part = callback[0] if callback else SPANS.get(hook, around)
         if part != around:
             self._count(around)
-        mark = record_function(f"lm.{part}") if part != around and self._tracing else nullcontext()
+        mark = record_function(f"lm.{part}") if part != around and self._tracer else nullcontext()
         mark.__enter__()
         self._spans.append((part, mark))
 
@@ -136,16 +128,11 @@ class Parts(Profiler):
         self._count(self._spans[-1][0])
         self.steps.append(dict(self._seconds))
         self._seconds.clear()
-        if self._tracer is not None and len(self.steps) in (self._begin, self._begin + TRACED):
-            if self._tracing:
-                self._tracer.stop()
-            else:
-                self._tracer.start()
-            self._tracing = not self._tracing
+        if self._tracer is not None and len(self.steps) == self._begin:
+            self._tracer.start()
+        elif self._tracer is not None and len(self.steps) == self._begin + TRACED:
+            self._tracer.stop()
         self._since = time.perf_counter()
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def describe_parts(

@@ -24,7 +24,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 
 from lm.cli.command_options import COMMAND_OPTIONS, FitOptions, RunChoice, take_fields
-from lm.cli.options import SEED, all_options
+from lm.cli.options import SEED, all_options, command_options, options_of
 from lm.cli.settings import check_names, combine, load_yaml, read_settings, set_option
 from lm.data.config import DataConfig
 from lm.errors import RequestError, require
@@ -103,9 +103,6 @@ def override(settings: Mapping[str, Any], typed: Sequence[tuple[str, Any]]) -> R
     check_names("fit", typed)
     config = {name: value for name, value in settings.items() if name not in ("run", "ckpt_path")}
     return make_request("fit", combine("fit", [config], typed))
-
-
-# ---- dataclasses -----------------------------------------------------------------------------------------------------
 
 
 def make_request(command: str, settings: dict[str, Any], run_name: str = "run") -> Request[Any]:
@@ -195,8 +192,7 @@ def describe_option(command: str, message: str) -> str:
 def run_settings(command: str, parser: Parser, completed: Namespace) -> dict[str, Any]:
     """Completed settings as a YAML file has them, without the command's own."""
     plain = json.loads(parser.dump(completed, format="json", skip_none=False, skip_check=True))
-    option_classes = filter(None, (RunChoice, COMMAND_OPTIONS.get(command)))
-    of_command = {option.name for options_class in option_classes for option in fields(options_class)}
+    of_command = {option.name for option in (*options_of(RunChoice), *command_options(command))}
     return {name: value for name, value in plain.items() if name not in of_command}
 
 

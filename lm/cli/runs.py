@@ -133,9 +133,6 @@ def check(run: str, root: str = str(ROOT), json: bool = False) -> None:
         raise LmError(f"run {folder.name} did not pass: {'; '.join(missed)}")
 
 
-# ---- ls --------------------------------------------------------------------------------------------------------------
-
-
 def collect_runs(root: str) -> list[dict[str, Any]]:
     """The facts of every run, read from its folder, by when it was last started or resumed.
 

@@ -100,9 +100,6 @@ def best_first(runs: list[Run]) -> tuple[list[Run], list[list[dict[str, Any]]]]:
     return [runs[index] for index in order], [metrics[index] for index in order]
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
 def _print_values(console: Console, rows: list[dict[str, Any]], metric: str, name_best: bool) -> None:
     cells = []
     for index, row in enumerate(rows):

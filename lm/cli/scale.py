@@ -40,7 +40,7 @@ PARAMETERS_PER_TOKEN = 10  # outside the embedding, of little text; 33 gain 0.01
 EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmarks/README.md, and by Muennighoff et al.,
 # 2023, arXiv:2305.16264
 # Fraction of the run whose updates the weights average, with little text that is repeated: matrices; embedding, output.
-REPEATED_MEMORY = 0.65, 0.2
+MATRIX_MEMORY, VOCABULARY_MEMORY = 0.65, 0.2
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
 
 
@@ -187,9 +187,6 @@ def manifest(folder: str) -> dict[str, Any]:
         return {}
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
 def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
     """A decoder of `depth` blocks in the proportions below.
 
@@ -276,8 +273,8 @@ model:
     zero_init_residual: true  # each block starts as the identity (arXiv:1706.02677)
   optimizer:
 {optimizer}    groups:  # parameter groups with multiples of this rate, and {group_decay}
-      embedding: {{{embedding}}}  # {embedding_factor:g} / (hidden_size x sqrt(depth))
-      output: {{{output}}}  # {output_factor:g} / (hidden_size x sqrt(depth))
+      embedding: {embedding}
+      output: {output}
     weight_decay: {weight_decay}  # weights average the updates of {memory} of the run ({memory_source})
   schedule:
 {schedule}
@@ -324,8 +321,8 @@ def for_text(request: ScaleRequest) -> ScaleRequest:
             check_folder(Path(request.data), f"--data {request.data}", command)
         raise RequestError(fix)
     request, depth = in_small_proportions(request), 2
-    parameters_for_text = PARAMETERS_PER_TOKEN * request.text_tokens
-    while Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied <= parameters_for_text:
+    most = PARAMETERS_PER_TOKEN * request.text_tokens
+    while Recipe(shape(depth, request), 1, 1, request.optimizer).multiplied <= most:
         depth += 1
     return replace(request, depth=Count(depth))
 
@@ -361,13 +358,13 @@ def write_yaml(
     window = "" if decoder.sliding_window is None else WINDOW.format(decoder.sliding_window)
     repeated = recipe.tokens > options.text_tokens
     little = repeated and options.text_tokens <= LITTLE
-    longest_memory, vocabulary_memory = REPEATED_MEMORY
-    memory = min(recipe.memory, longest_memory) if little else recipe.memory
+    memory = min(recipe.memory, MATRIX_MEMORY) if little else recipe.memory
 
     def group(factor: float) -> str:
         rate = peak_rate(factor, depth, decoder.hidden_size)
-        decay = weight_decay(vocabulary_memory, rate, recipe.steps) if little else 0
-        return f"lr_ratio: {rate / recipe.learning_rate:.3g}, weight_decay: {decay:.3g}"
+        decay = weight_decay(VOCABULARY_MEMORY, rate, recipe.steps) if little else 0
+        ratios = f"lr_ratio: {rate / recipe.learning_rate:.3g}, weight_decay: {decay:.3g}"
+        return f"{{{ratios}}}  # {factor:g} / (hidden_size x sqrt(depth))"
 
     learned = manifest(options.data).get("options", {}).get("vocab_size", decoder.vocab_size)  # as it was asked for
     data = options.data if re.fullmatch(r"[\w.-]*/[\w./-]*", options.data) else json.dumps(options.data)
@@ -390,10 +387,8 @@ def write_yaml(
         optimizer=optimizer.optimizer_yaml.format(**numbers, matrices=MATRICES),
         schedule=optimizer.schedule_yaml.format(**numbers),
         embedding=group(EMBEDDING),
-        embedding_factor=EMBEDDING,
         output=group(OUTPUT),
-        output_factor=OUTPUT,
-        group_decay=f"a weight decay that averages {vocabulary_memory:.0%} of the run" if little else "no weight decay",
+        group_decay=f"a weight decay that averages {VOCABULARY_MEMORY:.0%} of the run" if little else "no weight decay",
         weight_decay=f"{weight_decay(memory, recipe.learning_rate, recipe.steps):.3g}",
         memory="all" if memory >= 1 else f"{100 * memory:.2g}%",
         memory_source="measured with little text" if memory < recipe.memory else optimizer.memory_source,

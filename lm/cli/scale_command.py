@@ -35,12 +35,11 @@ def scale(**options: Any) -> None:
     else:
         recipe, config = scaled_config(request)
         if recipe.multiplied > MANY * request.text_tokens:
-            few = f"{format_count(request.text_tokens)} tokens of {request.data}"
-            log.warning(
-                "warning: %s parameters for %s; without --depth the size follows from the text",
+            size, text = (
                 format_count(recipe.multiplied),
-                few,
+                f"{format_count(request.text_tokens)} tokens of {request.data}",
             )
+            log.warning("warning: %s parameters for %s; without --depth the size follows from the text", size, text)
     if (prepared := manifest(request.data)) and (
         warning := rare_entries(prepared["vocab_size"], prepared["splits"]["train"]["tokens"])
     ):

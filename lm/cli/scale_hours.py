@@ -22,7 +22,7 @@ from lm.errors import RequestError
 from lm.model.config import MAX_LAYERS
 from lm.model.memory import Step
 from lm.runs.expected_loss import published_loss
-from lm.system.devices import assumed_speed, find_device
+from lm.system.devices import ASSUMED_MFU, find_device
 from lm.system.units import format_count, format_duration, format_figure
 from lm.training.checks import has_kernels
 from lm.training.config import OptimizerConfig
@@ -61,13 +61,11 @@ class Candidate:
 
     @property
     def micro_batch(self) -> int:
-        seq_len = self.recipe.decoder.max_position_embeddings
-        return micro_batch(self.recipe.batch, seq_len, self.devices, self.fitting)
+        return micro_batch(self.recipe.batch, self.recipe.seq_len, self.devices, self.fitting)
 
     def sample_seconds(self, samples: float) -> float:
         """Seconds of the forward and backward passes of `samples` samples."""
-        seq_len = self.recipe.decoder.max_position_embeddings
-        return samples * seq_len * self.recipe.flops_per_token / (self.speed.flops * self.devices)
+        return samples * self.recipe.seq_len * self.recipe.flops_per_token / (self.speed.flops * self.devices)
 
     @property
     def step_seconds(self) -> float:
@@ -86,12 +84,11 @@ class Candidate:
 
     def fill(self, seconds: float) -> "Candidate":
         """Return a copy with as many steps as fit into `seconds`, and the best batch for that number of tokens."""
-        one = self
+        one, seq_len = self, self.recipe.seq_len
         for _ in range(3):  # batch and steps follow from each other
             pauses = [(scale.interval(one.recipe.steps), one.interval_seconds)]
             tokens = steps_within(seconds - one.speed.start, one.step_seconds, pauses) * one.recipe.batch_tokens
             tokens = min(tokens, scale.EPOCHS * one.options.text_tokens)
-            seq_len = one.recipe.decoder.max_position_embeddings
             best = one.devices * power_of_two(batch_tokens(max(1.0, tokens)) / seq_len / one.devices)
             batch = one.options.batch or best
             steps = int(tokens / (batch * seq_len))
@@ -111,7 +108,7 @@ def config_for_time(request: scale.TimedRequest) -> tuple[Recipe, str]:
     for name in request.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
     scaled = request if request.depth else scale.in_small_proportions(request)
-    best = Search(scaled).best([request.blocks] if request.blocks else None)
+    best = Search(scaled).best()
     recipe = best.recipe
     times = f", {recipe.tokens / scaled.text_tokens:.2g} times the text" if scaled.text_tokens < math.inf else ""
     devices = f"{best.devices} x " if best.devices > 1 else ""
@@ -133,7 +130,8 @@ class Search:
         self.is_this_machine = request.device == "auto" and not (request.memory or request.peak_tflops or request.mfu)
         self.device, count = find_device(request.device, memory_of_option(request.memory), request.peak_tflops)
         self.precision = PRECISION if self.device.capability else precision_for_cpu(PRECISION)
-        if not self.is_this_machine and self.device.peak_flops(self.precision) is None:
+        self.peak = self.device.peak_flops(self.precision) or 0.0
+        if not self.is_this_machine and not self.peak:
             raise RequestError(f"the peak of {self.device.name} in {self.precision} is not known: give --peak_tflops N")
         self.devices = request.devices or (count if self.is_this_machine else 1)
         if request.batch and request.batch % self.devices:
@@ -143,20 +141,20 @@ class Search:
             )
         self.measured: dict[int, Speed] = {}
 
-    def best(self, depths: list[int] | None) -> Candidate:
-        if self.is_this_machine:
-            self.measure(depths[0] if depths else FIRST)
+    def best(self) -> Candidate:
+        depth = self.request.blocks or FIRST
         while True:
-            best = min(self.candidates(depths), key=lambda one: one.loss)
+            if self.is_this_machine:
+                self.measure(depth)
+            best = min(self.candidates(), key=lambda one: one.loss)
             depth = best.recipe.decoder.num_hidden_layers
             if not self.is_this_machine or depth in self.measured:
                 return best
-            self.measure(depth)
 
-    def candidates(self, depths: list[int] | None) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """Candidates of depth 2 and more, until the loss has risen twice, or memory, time or text do not suffice."""
         lowest, higher = math.inf, 0
-        for depth in depths or range(2, MAX_LAYERS):
+        for depth in [self.request.blocks] if self.request.blocks else range(2, MAX_LAYERS):
             try:
                 recipe = self.recipe(depth)
                 one = Candidate(recipe, self.fitting(recipe), self.devices, self.speed(recipe), self.request)
@@ -187,14 +185,14 @@ class Search:
 
     def speed(self, recipe: Recipe) -> Speed:
         """The speed measured at this depth or the nearest one; for another device, a share of its peak."""
-        if not self.is_this_machine and self.request.mfu and (peak := self.device.peak_flops(self.precision)):
-            return Speed(self.request.mfu * peak, 0.0, STARTUP, 0.0, f"{self.device.name}, {self.request.mfu:.0%} MFU")
-        if not self.is_this_machine and (assumed := assumed_speed(self.device, self.precision, 1.0)):
-            return Speed(assumed[0], 0.0, STARTUP, 0.0, f"{self.device.name}, {assumed[1]}")
-        depth = recipe.decoder.num_hidden_layers
-        nearest = min(self.measured, key=lambda other: abs(math.log(other / depth)))
-        speed = self.measured[nearest]
-        return speed._replace(optimizer=speed.optimizer * recipe.parameters / self.recipe(nearest).parameters)
+        if self.is_this_machine:
+            depth = recipe.decoder.num_hidden_layers
+            nearest = min(self.measured, key=lambda other: abs(math.log(other / depth)))
+            speed = self.measured[nearest]
+            return speed._replace(optimizer=speed.optimizer * recipe.parameters / self.recipe(nearest).parameters)
+        mfu = self.request.mfu or ASSUMED_MFU
+        basis = f"{self.device.name}, {mfu:.0%} MFU{'' if self.request.mfu else ', assumed'}"
+        return Speed(mfu * self.peak, 0.0, STARTUP, 0.0, basis)
 
     def measure(self, depth: int) -> None:
         """Time steps of one micro-batch by `lm bench step`."""
@@ -206,7 +204,7 @@ class Search:
             settings = yaml.safe_load(scale.write_yaml(recipe, "", "", self.request, samples))
             settings["trainer"]["default_root_dir"] = folder
             settings["data"]["global_batch_tokens"] = samples * self.request.seq_len
-            times = measure_step(yaml.safe_dump(settings), self.seconds)
+            times = measure_step(settings, self.seconds)
         optimizer, checkpoint = times["optimizer"]["ms_per_step"] / 1e3, times["checkpoint"]["stall_ms"] / 1e3
         flops = samples * self.request.seq_len / (times["ms_per_step"] / 1e3 - optimizer) * recipe.flops_per_token
         basis = f"{self.device.name}, measured"

@@ -41,8 +41,12 @@ class Recipe:
         return self.parameters - self.decoder.vocab_size * self.decoder.hidden_size
 
     @property
+    def seq_len(self) -> int:  # tokens of a sample
+        return self.decoder.max_position_embeddings
+
+    @property
     def batch_tokens(self) -> int:  # of an optimizer step
-        return self.batch * self.decoder.max_position_embeddings
+        return self.batch * self.seq_len
 
     @property
     def tokens(self) -> int:  # of the run
@@ -50,7 +54,7 @@ class Recipe:
 
     @property
     def flops_per_token(self) -> float:  # of training
-        return flops_per_token(self.decoder, self.decoder.max_position_embeddings)
+        return flops_per_token(self.decoder, self.seq_len)
 
     @property
     def flops(self) -> float:  # of the run
@@ -59,7 +63,7 @@ class Recipe:
     @property
     def block_flops(self) -> float:
         """FLOPs of the run in the blocks: all but the output matrix."""
-        return self.tokens * block_flops_per_token(self.decoder, self.decoder.max_position_embeddings)
+        return self.tokens * block_flops_per_token(self.decoder, self.seq_len)
 
     @property
     def learning_rate(self) -> float:
@@ -85,22 +89,21 @@ def make_recipe(
 
     The units: tokens for each parameter outside the embedding, FLOPs of the run, optimizer steps.
     """
-    step, seq_len = Recipe(decoder, 1, 1, optimizer), decoder.max_position_embeddings  # a step of one sample
+    step = Recipe(decoder, 1, 1, optimizer)  # of one sample
     if steps is not None:
         tokens = tokens_of_steps(steps)  # at the best batch
     elif flops is not None:
         tokens = flops / step.flops_per_token
     else:
         tokens = (tokens_per_parameter or TOKENS_PER_PARAMETER) * step.multiplied
-    batch = batch or power_of_two(batch_tokens(tokens) / seq_len)
-    if steps is None:
-        steps = round(tokens / (batch * seq_len))
+    step = replace(step, batch=batch or power_of_two(batch_tokens(tokens) / step.seq_len))
+    steps = steps or round(tokens / step.batch_tokens)
     if steps < 1:
         raise RequestError(
-            f"{tokens:,.0f} tokens are less than one optimizer step of {batch} x {seq_len} = {batch * seq_len:,}: "
-            "give a longer horizon or a shorter --seq_len"
+            f"{tokens:,.0f} tokens are less than one optimizer step of {step.batch} x {step.seq_len} = "
+            f"{step.batch_tokens:,}: give a longer horizon or a shorter --seq_len"
         )
-    return replace(step, batch=batch, steps=steps)
+    return replace(step, steps=steps)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -177,9 +180,6 @@ def rare_entries(vocab_size: int, tokens: int) -> str | None:
     return f"{format_count(tokens)} tokens of text are {few}; prepare it with --vocab_size {suited}"
 
 
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
-
-
 def weight_decay(memory: float, learning_rate: float, steps: int) -> float:
     """Decoupled weight decay for which the weights average the updates over the fraction `memory` of the run.
 
@@ -187,9 +187,6 @@ def weight_decay(memory: float, learning_rate: float, steps: int) -> float:
     arXiv:2405.13698).
     """
     return 1 / (memory * learning_rate * steps)
-
-
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 def power_of_two(number: float, down: bool = False) -> int:

@@ -195,9 +195,6 @@ def insert_init_args(name: str) -> str:
     return name
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
 def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping[Any, Mapping[str, Any]] = {}) -> None:
     """Raise RequestError for names that no option has, in a command line and in configs, and for a missing value."""
     options = {option.name for option in all_options(command)}
@@ -207,13 +204,11 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
     command_line_only = {option.name for option in (CONFIG, PRINT_CONFIG, *command_options(command))}
     in_config = (options | {option.name for option in fields(RunChoice)}) - command_line_only  # as in a run's config
     for path, config in configs.items():
-        pairs = list(dotted(config, groups))
-        given = dict(pairs)
-        if twice := [name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place])]:
-            raise RequestError(f"config {path}: {twice[0]} is there twice, with a dot in its name and in its group")
-        unknown[f"config {path}: "] = {
-            name: value for name, value in given.items() if not _is_known(name, in_config, groups)
-        }
+        given = list(dotted(config, groups))
+        names = [name for name, _ in given]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise RequestError(f"config {path}: {twice} is there twice, with a dot in its name and in its group")
+        unknown[f"config {path}: "] = {name: value for name, value in given if not _is_known(name, in_config, groups)}
     if any(unknown.values()):
         from lm.system.other_names import nearest_option, unknown_options
 
@@ -227,15 +222,11 @@ def check_names(command: str, typed: Iterable[tuple[str, Any]], configs: Mapping
                 return f"did you mean {group!r}?"
             return nearest_option(name, known) or f"`lm {command} --help all` lists them"
 
-        messages = [
-            source
-            + (
-                _misplaced(names, {*options, *groups})
-                or unknown_options({name: hint(name, value) for name, value in names.items()})
-            )
-            for source, names in reversed(unknown.items())
-            if names
-        ]
+        messages = []
+        for source, names in reversed(unknown.items()):
+            hints = {name: hint(name, value) for name, value in names.items()}
+            if names:
+                messages.append(source + (_misplaced(names, known) or unknown_options(hints)))
         raise RequestError("; ".join(messages))
     if missing := [name for name, value in values.items() if value is None]:
         raise RequestError(f"--{missing[0]} needs a value")

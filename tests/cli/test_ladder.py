@@ -227,8 +227,8 @@ def test_a_training_without_a_finite_loss_is_named_and_left_out(place):
 def test_each_device_takes_a_training(monkeypatch, count, visible, devices, places):
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = yaml.safe_dump({"trainer": {"accelerator": "auto", "devices": devices}})
-    one = LadderRun(None, 1, Run("checkpoints/ladder/a"), config)
+    settings = {"trainer": {"accelerator": "auto", "devices": devices}}
+    one = LadderRun(None, 1, Run("checkpoints/ladder/a"), settings)
     assert free_devices([one]) == places
 
 

@@ -38,8 +38,6 @@ from lm.system.units import utc
 MAX_SAMPLES = 20  # steps whose samples are shown
 OPENING = "<!doctype html>\n<!-- A run of lm -->\n"  # of every page: a file that begins otherwise is not replaced
 
-# ---- the file --------------------------------------------------------------------------------------------------------
-
 
 def write_page(run: Run, path: str) -> None:
     """Write or replace the page of a run; raise RequestError if another kind of file would be overwritten."""
@@ -50,9 +48,6 @@ def write_page(run: Run, path: str) -> None:
             raise RequestError(f"--html {path} is there already and not the page of a run; choose another")
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, page(run), durable=False)
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(run: Run) -> str:
