@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from forked import CAN_FORK, Fork
 from trainings import PLACES, lm, make_workplace, processes_of, start, wait_until
 
