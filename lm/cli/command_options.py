@@ -16,7 +16,7 @@ class RunChoice:
     Args:
         run: Name of the run. Default: for `fit`, that of the config; for others, the newest run. With a config, the
             newest of `mine`, `mine-2` and so on is resumed, validated or tested.
-        ckpt_path: A checkpoint: `best`, `last`, a folder, a URL; or `auto`, the newest intact. Without any, `fit`
+        ckpt_path: A checkpoint: `auto` (the newest intact one), `best`, `last`, a folder or a URL. Without any, `fit`
             starts from scratch. With --run and no --config, `fit` uses the run's config.
         force: Train even if `lm plan` finds an error, and resume even if the config or the data differs from the run's.
     """

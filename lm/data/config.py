@@ -162,12 +162,12 @@ class DataConfig:
     """The options of `DataModule`.
 
     Args:
-        path: A folder that `lm data prepare` made: `train/ val/ tokenizer.json manifest.json`; or
-        train: shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
+        path: A folder that `lm data prepare` made: `train/ val/ tokenizer.json manifest.json`.
+        train: In place of `path`, shards to train on: a folder, a glob, a file or a URL, or several, with `tokenizer`.
         val: Shards to validate on.
         test: Shards for `lm test`; the validation shards, all of them, if not given.
         tokenizer: A `tokenizer.json` or its folder, also by URL; that of `path` if not given.
-        sources: Instead of the five above: a mixture of several sources, such as
+        sources: In place of the five options above: a mixture of several sources, such as
             `[{name: a, path: data/a, weight: 0.7}, {name: b, path: data/b, weight: 0.3}]`.
         phases: New weights of these sources, each from a number of tokens on.
         prepare: How to make `path` if it does not exist yet. If `path` is given on the command line, it is made only

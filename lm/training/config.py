@@ -233,9 +233,9 @@ class TrainerConfig:
     """The options of `Trainer`.
 
     Args:
-        max_steps: Length of the run in optimizer steps; or
-        max_tokens: in tokens, rounded up to whole steps.
-        max_epochs: Most times that the run may read its data, or a source of it; a longer run is an error at the start.
+        max_steps: Length of the run in optimizer steps.
+        max_tokens: Length of the run in tokens, rounded up to whole steps, in place of `max_steps`.
+        max_epochs: A limit: a run that would read its data, or a source of it, more often is an error at the start.
         val_interval: Optimizer steps between validations; the last step is always validated.
         checkpoint_interval: Optimizer steps between checkpoints.
         keep_checkpoints: Number of newest checkpoints to keep, in addition to the best one.
@@ -381,8 +381,8 @@ class GuardsConfig:
         alerts: Conditions on logged metrics, each with the action to take when it becomes true, such as
             `loss > 10: stop` or `loss > 1.5 * median(loss, 100): rollback`. `warn` logs it; `checkpoint` also saves;
             `stop` ends the run; `rollback` returns to the weights of the last good checkpoint and continues with the
-            next samples. A window, such as the 100, counts log lines before the newest. In the warm-up and the first
-            ten log lines, a condition that has been true from the start is ignored.
+            next samples. `median(loss, 100)` is that of the 100 log lines before the newest. A condition that is true
+            from the start of the run is ignored until the warm-up and ten log lines are over.
         not_finite: A step whose loss or gradient is NaN or Inf changes no weight. Then `skip` continues with the next
             step, and `stop` ends the run with a checkpoint.
         max_skipped: Number of such steps in a row that ends the run.

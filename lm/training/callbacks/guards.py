@@ -39,14 +39,14 @@ def how_to_go_on(trainer: Trainer, began: int) -> str:
     step = newest_checkpoint(trainer, began - 1)
     if step is None:
         return (
-            f"there is no checkpoint from before step {began}: start a new run with a change of its settings; a "
-            "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints leave one"
+            f"there is no checkpoint from before step {began}: start a new run with changed settings; with a "
+            "smaller trainer.checkpoint_interval or more trainer.keep_checkpoints there is one"
         )
     trainer.checkpoint_callback.keep_for_rollback(step)
     command = trainer.run.resume_command(f"step-{step:08d}")
     return (
-        f"`{command}` goes on from the newest checkpoint before step {began}; add what is to change, since the samples "
-        "are the same"
+        f"`{command}` goes on from the newest checkpoint before step {began}, with the same samples: change a "
+        "setting too, such as a lower learning rate"
     )
 
 
