@@ -92,13 +92,11 @@ def main_prepare(**options: Any) -> None:
     ):
         log.warning("warning: %s --output OTHER", warning)
     if settings.chat:
-        model, data = quote(settings.tokenizer), quote(settings.output)
-        log.info(
-            "train on it: lm import --input %s --output models/chat && lm fit --config finetune/chat.yaml "
-            "--config models/chat/model.yaml --ckpt_path models/chat --data.path %s",
-            model,
-            data,
-        )
+        model, first = quote(settings.tokenizer), ""
+        if not (Path(settings.tokenizer) / "model.yaml").exists():  # which `lm import` writes
+            model, first = "models/chat", f"lm import --input {model} --output models/chat && "
+        fit = f"lm fit --config finetune/chat.yaml --config {model}/model.yaml --ckpt_path {model}"
+        log.info("train on it: %s%s --data.path %s", first, fit, quote(settings.output))
         return
     names = (f"{Path(settings.output).name}{suffix}.yaml" for suffix in chain([""], (f"-{n}" for n in count(2))))
     data, config = quote(settings.output), quote(next(name for name in names if not Path(name).exists()))
