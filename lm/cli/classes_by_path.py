@@ -51,9 +51,7 @@ class TextDumper(yaml.SafeDumper):
     """Writes what YAML has no type for as text: the arguments of a callback may be an enum or a torch.device."""
 
 
-TextDumper.add_multi_representer(
-    object, lambda dumper, value: dumper.represent_str(f"{getattr(value, 'value', value)}")
-)
+TextDumper.add_multi_representer(object, lambda dumper, item: dumper.represent_str(f"{getattr(item, 'value', item)}"))
 set_dumper("text", lambda content: yaml.dump(content, Dumper=TextDumper))
 
 

@@ -54,9 +54,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def run_with_config(command: str, values: Mapping[str, Any]) -> Run | None:
     """The run whose config counts where none is given: that of `--run`, that of the checkpoint, or the newest."""
-    if command not in ("validate", "test", "predict") and not (
-        command == "fit" and {"run", "ckpt_path"} <= values.keys()
-    ):
+    resumes = command == "fit" and {"run", "ckpt_path"} <= values.keys()
+    if not resumes and command not in ("validate", "test", "predict"):
         return None
     from lm.runs.find import find_run
     from lm.runs.resume import checkpoint_folder

@@ -93,9 +93,8 @@ def fit(
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as a YAML file has them: a path as text, a number of numpy or torch as one of Python."""
-    return json.loads(
-        json.dumps(settings, default=lambda value: value.item() if hasattr(value, "item") else str(value))
-    )
+    text = json.dumps(settings, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+    return json.loads(text)
 
 
 def evaluate(

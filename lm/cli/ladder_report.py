@@ -208,9 +208,8 @@ def verdict(multipliers: Multipliers) -> str:
     if mean.low is None or mean.high is None:
         return f"Nothing can be told from one seed: {told}, but noise may be all of it. Give --seeds 3."
     if mean.low <= 1 <= mean.high:
-        more = (
-            f"to tell a difference of {MIN_MULTIPLIER - 1:.0%} takes about {plural(multipliers.seeds_needed, 'seed')}"
-        )
+        seeds = plural(multipliers.seeds_needed, "seed")
+        more = f"to tell a difference of {MIN_MULTIPLIER - 1:.0%} takes about {seeds}"
         return f"Not distinguishable: {told} ({mean.low:.2f} to {mean.high:.2f}); {more}."
     return f"The other recipe is {'better' if mean.low > 1 else 'worse'}: {told} ({mean.low:.2f} to {mean.high:.2f})."
 

@@ -5,13 +5,13 @@
 
 import json
 from collections import Counter
-from typing import Any
 
 from rich.console import Console
 
 from lm.cli.classes_by_path import with_classes
 from lm.cli.command_options import PlanOptions
 from lm.cli.fit import quiet_lightning
+from lm.cli.plan_checks import Facts
 from lm.cli.plan_facts import examine
 from lm.cli.request import Request
 from lm.errors import RequestError
@@ -45,7 +45,7 @@ def plan(request: Request[PlanOptions]) -> None:
         raise RequestError(f"{name} is not ready: {_counted(findings)}{first}")
 
 
-def largest_that_fits(facts: dict[str, Any], findings: list[Finding]) -> int:
+def largest_that_fits(facts: Facts, findings: list[Finding]) -> int:
     if "memory" not in facts:
         raise RequestError(f"--fit: {facts.get('model', {}).get('unknown') or findings[0].what}")
     memory, device = facts["memory"], facts["device"]["name"]
@@ -56,7 +56,7 @@ def largest_that_fits(facts: dict[str, Any], findings: list[Finding]) -> int:
     return memory["largest_micro_batch"]
 
 
-def show_plan(facts: dict[str, Any], findings: list[Finding]) -> None:
+def show_plan(facts: Facts, findings: list[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{facts['config']}[/bold]")
     for name, describe in PAGE.items():
@@ -77,7 +77,7 @@ def _counted(findings: list[Finding]) -> str:
     return ", ".join(plural(count, level) for level, count in counts.items())
 
 
-def _model_lines(facts: dict[str, Any]) -> list[str]:
+def _model_lines(facts: Facts) -> list[str]:
     model = facts["model"]
     if "unknown" in model:
         return [model["unknown"]]
@@ -90,7 +90,7 @@ def _model_lines(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _data_lines(facts: dict[str, Any]) -> list[str]:
+def _data_lines(facts: Facts) -> list[str]:
     data, lines = facts["data"], []
     if not data["prepared"]:
         return [f"not there yet: the first fit makes it from {', '.join(data['from'])}"]
@@ -108,7 +108,7 @@ def _data_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _steps_lines(facts: dict[str, Any]) -> list[str]:
+def _steps_lines(facts: Facts) -> list[str]:
     steps = facts["steps"]
     epochs = f", {steps['epochs']:.2f} epochs" if "epochs" in steps and "sources" not in steps else ""
     return [
@@ -120,7 +120,7 @@ def _steps_lines(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _memory_lines(facts: dict[str, Any]) -> list[str]:
+def _memory_lines(facts: Facts) -> list[str]:
     memory, device = facts["memory"], facts["device"]
     available, largest = memory["device"], memory.get("largest_micro_batch")
     of_device = ""
@@ -138,7 +138,7 @@ def _memory_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _time_lines(facts: dict[str, Any]) -> list[str]:
+def _time_lines(facts: Facts) -> list[str]:
     time = facts["time"]
     if time["seconds"] is None:
         return [f"unknown: {time['basis']}"]
@@ -147,12 +147,12 @@ def _time_lines(facts: dict[str, Any]) -> list[str]:
     return [f"{duration} at {rate} tokens/s ({time['basis']})", *mfu]
 
 
-def _loss_lines(facts: dict[str, Any]) -> list[str]:
+def _loss_lines(facts: Facts) -> list[str]:
     loss = ExpectedLoss(**facts["loss"])
     return [f"{'unknown' if loss.loss is None else 'expected'}: {loss}"]
 
 
-def _disk_lines(facts: dict[str, Any]) -> list[str]:
+def _disk_lines(facts: Facts) -> list[str]:
     size, at_once, free = (format_bytes(facts["disk"][name]) for name in ("checkpoint", "at_once", "free"))
     lines = [
         f"{size} a checkpoint, {at_once} at once; {free} free",
@@ -168,7 +168,7 @@ def _disk_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _budget_lines(facts: dict[str, Any]) -> list[str]:
+def _budget_lines(facts: Facts) -> list[str]:
     budget = facts["budget"]
     if budget["hours"] is None:
         return ["unknown, since the time is"]
@@ -178,9 +178,8 @@ def _budget_lines(facts: dict[str, Any]) -> list[str]:
     if budget["usd"] is not None:
         line += f" x {format_figure(budget['rate_usd_per_hr'])} USD/h = {format_figure(budget['usd'])} USD"
     if budget["cap_usd"]:
-        line += (
-            f"; the cap is {format_figure(budget['cap_usd'])} USD, {format_figure(budget['spent_usd'] or 0)} are spent"
-        )
+        spent = format_figure(budget["spent_usd"] or 0)
+        line += f"; the cap is {format_figure(budget['cap_usd'])} USD, {spent} are spent"
     return [line]
 
 

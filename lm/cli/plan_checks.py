@@ -26,12 +26,14 @@ FAR = 30  # times that the rate of a group is more, or less, than the optimizer'
 DECAY_OFF = 0.05  # fraction of the run between its end and that of its decay
 FORCE = "`lm fit` with --force"
 
+Facts = dict[str, Any]  # by name, as `lm plan --json` prints them
+
 
 def warning(what: str, fix: str = "") -> Finding:
     return Finding("warning", what, fix)
 
 
-def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+def check_data(data: Facts, steps: Facts, config: Sections) -> Iterator[Finding]:
     if not data["prepared"]:
         rows, prepare = config.model.decoder.vocab_size, config.data.prepare
         if rows and prepare and prepare.tokenizer == "bpe" and rows < prepare.vocab_size:
@@ -84,7 +86,7 @@ def check_data(data: dict[str, Any], steps: dict[str, Any], config: Sections) ->
         )
 
 
-def check_source(source: SourceConfig, windows: int, steps: dict[str, Any], limit: float | None) -> Iterator[Finding]:
+def check_source(source: SourceConfig, windows: int, steps: Facts, limit: float | None) -> Iterator[Finding]:
     facts, limit = steps["sources"][source.name], limit if source.max_epochs is None else source.max_epochs
     if limit is not None and facts["epochs"] > limit:
         samples = steps["tokens"] // steps["seq_len"]
@@ -107,7 +109,7 @@ def check_tasks(evaluation: EvaluationConfig) -> Iterator[Finding]:
         yield error(f"evaluation.tasks: {problem}")
 
 
-def check_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+def check_warmup(steps: Facts, config: Sections) -> Iterator[Finding]:
     warmup, total = steps["warmup_steps"], steps["max_steps"]
     if warmup >= total:
         shorter = total // 10 if total >= 20 else 0
@@ -117,7 +119,7 @@ def check_warmup(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
         yield error(what, f"{option}, or {FORCE}")
 
 
-def check_steps(steps: dict[str, Any], config: Sections) -> Iterator[Finding]:
+def check_steps(steps: Facts, config: Sections) -> Iterator[Finding]:
     """Findings on a decay that does not end with the run."""
     schedule, total, decay = config.model.schedule, steps["max_steps"], steps["decay_steps"]
     if schedule.final_fraction >= 1:
@@ -153,7 +155,7 @@ def check_windows(decoder: DecoderConfig) -> Iterator[Finding]:
 
 
 def check_device(
-    memory: dict[str, Any], disk: DiskSpace, steps: dict[str, Any], device: Device, config: Sections, precision: str
+    memory: Facts, disk: DiskSpace, steps: Facts, device: Device, config: Sections, precision: str
 ) -> Iterator[Finding]:
     if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield warning(f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
@@ -165,7 +167,7 @@ def check_device(
         yield error(str(disk), f"free some, set trainer.default_root_dir to another disk, or {FORCE}")
 
 
-def check_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device, config: Sections) -> Iterator[Finding]:
+def check_memory(memory: Facts, steps: Facts, device: Device, config: Sections) -> Iterator[Finding]:
     fraction, largest = memory["total"] / memory["device"], memory["largest_micro_batch"]
     free = " that are free" if device.capability is None else ""
     need = f"about {format_bytes(memory['total'])} of {device.name}'s {format_bytes(memory['device'])}{free}"
@@ -187,9 +189,7 @@ def check_memory(memory: dict[str, Any], steps: dict[str, Any], device: Device, 
         yield warning(f"a step takes {need}, {fraction:.0%}", "lower data.micro_batch_size if memory runs out")
 
 
-def check_budget(
-    facts: dict[str, Any], time: dict[str, Any], steps: dict[str, Any], config: Sections
-) -> Iterator[Finding]:
+def check_budget(facts: Facts, time: Facts, steps: Facts, config: Sections) -> Iterator[Finding]:
     """Findings on a run that, with what was spent before it, exceeds a cap of its budget: an error if it does so by
     itself, otherwise a warning, since the guard saves a checkpoint in time.
     """

@@ -6,10 +6,10 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lm.cli import plan_checks
 from lm.cli.command_options import PlanOptions
+from lm.cli.plan_checks import Facts
 from lm.cli.request import Sections
 from lm.data.config import LEARNED, DataConfig, is_prepared
 from lm.data.datamodule import DataModule
@@ -68,9 +68,7 @@ def with_vocabulary(config: Sections, tokenizer: Tokenizer | None) -> DecoderCon
     return replace(decoder, vocab_size=prepare.vocab_size) if prepare and prepare.tokenizer == "bpe" else None
 
 
-def data_facts(
-    data: DataConfig, opened: DataModule | None, document_mask: bool
-) -> tuple[dict[str, Any], Tokenizer | None]:
+def data_facts(data: DataConfig, opened: DataModule | None, document_mask: bool) -> tuple[Facts, Tokenizer | None]:
     """Tokens and shards of each split (with a document mask also documents per token), and the tokenizer."""
     if opened is None and data.prepare and not is_prepared(data):
         return {"prepared": False, "from": list(data.prepare.input)}, find_tokenizer(data)
@@ -82,7 +80,7 @@ def data_facts(
     def counts(shards: Shards) -> dict[str, int]:
         return {"tokens": document_tokens(shards), "windows": int(shards.index.windows(opened.seq_len).sum())}
 
-    facts: dict[str, Any] = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
+    facts: Facts = {"prepared": True, "warnings": opened.warnings(), "sources": {}}
     for split, shards in opened.shards.items():
         facts[split] = counts(shards) | {
             "shards": len(shards.fingerprint()),
@@ -98,11 +96,11 @@ def data_facts(
     return facts, opened.tokenizer
 
 
-def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str, Any]:
+def step_facts(steps: Steps, config: Sections, data: Facts) -> Facts:
     """The counts of the run: tokens, epochs, warm-up, validations, checkpoints."""
     warmup, decay = warmup_and_decay_steps(steps.max_steps, config.model.schedule)
     counts = ("seq_len", "micro_batch_size", "accumulate", "world_size", "tokens_per_step", "max_steps")
-    facts: dict[str, Any] = {
+    facts: Facts = {
         **{name: getattr(steps, name) for name in counts},
         "tokens": steps.tokens(steps.max_steps),
         "warmup_steps": warmup,
@@ -125,7 +123,7 @@ def step_facts(steps: Steps, config: Sections, data: dict[str, Any]) -> dict[str
     return facts
 
 
-def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
+def model_facts(decoder: DecoderConfig, seq_len: int) -> Facts:
     """Parameters by part, and FLOPs per token, of the built-in decoder."""
     return {
         "parameters": parameters(decoder),
@@ -139,7 +137,7 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> dict[str, Any]:
 # ---- memory and time -------------------------------------------------------------------------------------------------
 
 
-def computation(steps: Steps, config: Sections, device: Device, precision: str, data: dict[str, Any]) -> Step:
+def computation(steps: Steps, config: Sections, device: Device, precision: str, data: Facts) -> Step:
     """Describe the computation of a micro-batch on a device, for the estimates of memory."""
     model, trainer = config.model, config.trainer
     return Step(
@@ -158,7 +156,7 @@ def computation(steps: Steps, config: Sections, device: Device, precision: str, 
 
 def memory_facts(
     decoder: DecoderConfig, step: Step, optimizer: OptimizerConfig, device: Device, global_batch: bool
-) -> dict[str, Any]:
+) -> Facts:
     """Bytes of a step by part, the device's memory, and the largest micro-batch that fits it.
 
     `largest_recomputed` is the largest with `model.activation_checkpointing block`. `global_batch`:
@@ -180,15 +178,15 @@ def memory_facts(
 
 
 def time_facts(
-    steps: dict[str, Any],
-    model: dict[str, Any],
+    steps: Facts,
+    model: Facts,
     device: Device,
     precision: str,
     mfu: float | None,
-    bench: dict[str, Any],
+    bench: Facts,
     usd_per_hour: float | None,
     recomputed: float,
-) -> dict[str, Any]:
+) -> Facts:
     """Time and cost of the steps; `seconds` is None if the speed of the device is not known.
 
     `bench` is the result of `lm bench step`; activation checkpointing repeats `recomputed` FLOPs per token.
@@ -224,7 +222,7 @@ def time_facts(
     }
 
 
-def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any]:
+def read_bench(file: Path, model_parameters: int, seq_len: int) -> Facts:
     """Read a file of `lm bench step --output`; `tokens_per_second` is per device, and `basis` says what it is from."""
     bench = read_object(file)
     shape = bench["parameters"], bench["seq_len"]
@@ -240,9 +238,7 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> dict[str, Any
 # ---- checkpoints and budget ------------------------------------------------------------------------------------------
 
 
-def checkpoint_facts(
-    interval: int, steps: dict[str, Any], time: dict[str, Any], size: int, bench: dict[str, Any]
-) -> dict[str, Any]:
+def checkpoint_facts(interval: int, steps: Facts, time: Facts, size: int, bench: Facts) -> Facts:
     """The most work that a crash can lose, and the fraction of the time spent saving checkpoints of `size` bytes."""
     interval = min(interval, steps["max_steps"])
     fraction = interval / steps["max_steps"]
@@ -256,9 +252,7 @@ def checkpoint_facts(
     return {**facts, "saving_share": saving / lost, "saving_basis": basis}
 
 
-def budget_facts(
-    budget: BudgetConfig, time: dict[str, Any], rate: float | None, file: dict[str, Any]
-) -> dict[str, Any]:
+def budget_facts(budget: BudgetConfig, time: Facts, rate: float | None, file: Facts) -> Facts:
     """The run's use of its budget, at `rate` US dollars an hour; `file` is the content of `budget.file`."""
     return {
         "cap_usd": budget.cap_usd,
@@ -275,7 +269,7 @@ def budget_facts(
 
 def examine(
     config: Sections, options: PlanOptions, opened: DataModule | None = None, resumed: Run | None = None
-) -> tuple[dict[str, Any], list[Finding]]:
+) -> tuple[Facts, list[Finding]]:
     """Return the facts of a config, as far as they can be known, and the findings on it.
 
     When a fit calls this, `opened` is its data, and `resumed` a run whose warm-up and budget are not checked again.
@@ -288,7 +282,7 @@ def examine(
         warmup_and_decay_steps(steps.max_steps, config.model.schedule)
     except RequestError as problem:
         return {}, [error(str(problem))]
-    facts: dict[str, Any] = {}
+    facts: Facts = {}
     findings: list[Finding] = []
     data, tokenizer = {"prepared": False, "from": []}, None
     if not options.strict:
@@ -373,7 +367,7 @@ def device_of_options(config: Sections, options: PlanOptions) -> tuple[Device, i
     return find_device(name, memory_of_option(options.memory), peak_tflops)
 
 
-def read_rate(config: Sections, options: PlanOptions, findings: list[Finding]) -> tuple[dict[str, Any], float | None]:
+def read_rate(config: Sections, options: PlanOptions, findings: list[Finding]) -> tuple[Facts, float | None]:
     """The content of `guards.budget.file`, and the price of an hour in US dollars; errors are added to `findings`."""
     budget, rate = config.guards.budget, options.rate_usd_per_hr
     if options.strict or not budget.wanted:

@@ -12,18 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lm.cli.scaling_rules import (
-    TOKENS_PER_PARAMETER,
-    Recipe,
-    make_recipe,
-    micro_batch,
-    mlp_width,
-    power_of_two,
-    sliding_window,
-    weight_decay,
-    width,
-    window_pattern,
-)
+from lm.cli import scaling_rules as rules
+from lm.cli.scaling_rules import TOKENS_PER_PARAMETER, Recipe
 from lm.errors import RequestError, require_at_least
 from lm.model.config import MAX_LAYERS, DecoderConfig
 from lm.model.estimates import parameters
@@ -210,14 +200,14 @@ def shape(depth: int, options: ScaleOptions = ScaleOptions()) -> DecoderConfig:
         raise RequestError(
             f"--vocab_size {vocab_size:,} is less than the {known_size:,} of {options.data}: leave it out"
         )
-    hidden_size, window = width(depth, options.aspect_ratio, head_dim), sliding_window(seq_len)
-    windows = window_pattern(depth, options.window_pattern) if window < seq_len else "L"
+    hidden_size, window = rules.width(depth, options.aspect_ratio, head_dim), rules.sliding_window(seq_len)
+    windows = rules.window_pattern(depth, options.window_pattern) if window < seq_len else "L"
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=depth,
         num_attention_heads=hidden_size // head_dim,
-        intermediate_size=mlp_width(hidden_size),
+        intermediate_size=rules.mlp_width(hidden_size),
         max_position_embeddings=seq_len,
         rope_theta=rope_theta(seq_len),
         window_pattern=windows,
@@ -298,7 +288,7 @@ def scaled_config(request: ScaleRequest) -> tuple[Recipe, str]:
         raise RequestError(f"{names} each give the length of the run: give one of them")
     decoder = shape(request.blocks, request)
     limit = EPOCHS * request.text_tokens / Recipe(decoder, 1, 1, request.optimizer).multiplied
-    recipe = make_recipe(
+    recipe = rules.make_recipe(
         decoder,
         tokens_per_parameter=request.target_param_data_ratio if horizon else min(TOKENS_PER_PARAMETER, limit),
         flops=request.target_flops,
@@ -334,7 +324,8 @@ def in_small_proportions(request: ScaleRequest) -> ScaleRequest:
     usual = vars(ScaleOptions())
     small = {name: value for name, value in SMALL.items() if getattr(request, name) == usual[name]}
     request = replace(request, **small)
-    samples = power_of_two(min(SMALL_BATCH, EPOCHS * request.text_tokens / SMALL_STEPS) / request.seq_len, down=True)
+    tokens = min(SMALL_BATCH, EPOCHS * request.text_tokens / SMALL_STEPS)
+    samples = rules.power_of_two(tokens / request.seq_len, down=True)
     return replace(request, batch_tokens=request.batch_tokens or Count(samples * request.seq_len))
 
 
@@ -362,7 +353,7 @@ def write_yaml(
 
     def group(factor: float) -> str:
         rate = peak_rate(factor, depth, decoder.hidden_size)
-        decay = weight_decay(VOCABULARY_MEMORY, rate, recipe.steps) if little else 0
+        decay = rules.weight_decay(VOCABULARY_MEMORY, rate, recipe.steps) if little else 0
         ratios = f"lr_ratio: {rate / recipe.learning_rate:.3g}, weight_decay: {decay:.3g}"
         return f"{{{ratios}}}  # {factor:g} / (hidden_size x sqrt(depth))"
 
@@ -389,18 +380,18 @@ def write_yaml(
         embedding=group(EMBEDDING),
         output=group(OUTPUT),
         group_decay=f"a weight decay that averages {VOCABULARY_MEMORY:.0%} of the run" if little else "no weight decay",
-        weight_decay=f"{weight_decay(memory, recipe.learning_rate, recipe.steps):.3g}",
+        weight_decay=f"{rules.weight_decay(memory, recipe.learning_rate, recipe.steps):.3g}",
         memory="all" if memory >= 1 else f"{100 * memory:.2g}%",
         memory_source="measured with little text" if memory < recipe.memory else optimizer.memory_source,
         # the data
         data=data,
         tokenizer=f"bpe --vocab_size {learned}" if decoder.vocab_size > 256 else "char",
-        micro_batch=samples_at_once or micro_batch(recipe.batch, decoder.max_position_embeddings),
+        micro_batch=samples_at_once or rules.micro_batch(recipe.batch, recipe.seq_len),
         batch=spelled_count(recipe.batch_tokens),
         samples=plural(recipe.batch, "sample"),
         batch_reason="as --batch_tokens says" if options.batch_tokens else BEST_BATCH,
         reshuffle=RESHUFFLE if repeated and not manifest(options.data).get("packed") else "",
-        val_tokens=spelled_count(validated_samples(recipe) * decoder.max_position_embeddings),
+        val_tokens=spelled_count(validated_samples(recipe) * recipe.seq_len),
     )
 
 

@@ -91,9 +91,7 @@ def warn_of_rising_rate(run: Run, trainer: Trainer, model: ModelConfig) -> None:
     rates = [line["optim/lr"] for line in run.metrics("optim/lr") if line["step"] <= step]
     rate = model.optimizer.lr * lr_fraction(step, trainer.max_steps, model.schedule)
     if rates and rates[-1] < max(rates) and rate > rates[-1] * (1 + STEADY_RATE):
-        rise = (
-            f"the learning rate rises from {rates[-1]:.2e} to {rate:.2e} in step {step + 1}, as the config now has it"
-        )
+        rise = f"rises from {rates[-1]:.2e} to {rate:.2e} in step {step + 1}, as the config now has it"
         if earlier := [saved for saved in run.steps() if saved < step]:
             rise += f"; if that is not meant, end this run now and `lm branch {run.name} --at {earlier[0]}`"
-        log.warning("%s", rise)
+        log.warning("the learning rate %s", rise)

@@ -14,18 +14,10 @@ import yaml
 from markupsafe import Markup
 
 from lm import __version__
+from lm.cli import runs_show
 from lm.cli.report.curves import chart_data
 from lm.cli.report.page import render, source
 from lm.cli.report.public import public, public_command
-from lm.cli.runs_show import (
-    checks_of,
-    chosen_settings,
-    cost,
-    describe_run,
-    machine_of,
-    saved_checkpoints,
-    start_command,
-)
 from lm.errors import RequestError
 from lm.runs.evaluations import core_sentence, evaluation_rows, merge_evaluations
 from lm.runs.history import read_samples, spread_steps
@@ -51,7 +43,7 @@ def write_page(run: Run, path: str) -> None:
 
 
 def page(run: Run) -> str:
-    facts = public({name: part for name, part in describe_run(run).items() if name != "samples"})
+    facts = public({name: part for name, part in runs_show.describe_run(run).items() if name != "samples"})
     live = facts["status"] == "running"
     data, figures = chart_data(run.metrics())
     return render(
@@ -60,7 +52,7 @@ def page(run: Run) -> str:
         found=facts,
         live=live,
         written=time.time(),
-        checks=checks_of(facts),
+        checks=runs_show.checks_of(facts),
         metrics=METRICS,
         figures=figures,
         data=finite_or_none(data),
@@ -68,7 +60,7 @@ def page(run: Run) -> str:
         samples=_samples(run),
         alerts=_alerts(facts),
         postmortems=_postmortems(facts),
-        settings=chosen_settings(facts["config"]),
+        settings=runs_show.chosen_settings(facts["config"]),
         whole_config=yaml.safe_dump(facts["config"], allow_unicode=True, sort_keys=False, width=100),
         provenance=_provenance(facts),
         script=Markup(f"/*\nuPlot\n{source('uPlot.LICENSE')}*/\n") + source("uPlot.iife.min.js", "page.js"),
@@ -111,14 +103,14 @@ def _provenance(facts: dict[str, Any]) -> dict[str, Any]:
     """How the run was started, on what, with which versions, and what it cost."""
     versions = {"python": facts["python"], **facts["versions"]}
     return {
-        "machine": machine_of(facts),
+        "machine": runs_show.machine_of(facts),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "started": facts["started"],
-        "command": shlex.join(public_command(start_command(facts))) or None,
+        "command": shlex.join(public_command(runs_show.start_command(facts))) or None,
         "git": facts["git"],
         "FLOPs of training": f"{facts['flops']:.3g}" if facts["flops"] else None,
         "config, SHA-256": facts["config_sha256"],
-        "cost": cost(facts) or None,
-        "checkpoints": saved_checkpoints(facts),
+        "cost": runs_show.cost(facts) or None,
+        "checkpoints": runs_show.saved_checkpoints(facts),
         "page": f"lm {__version__}; charts by uPlot, whose licence is in the source of this page",
     }
