@@ -104,7 +104,8 @@ class OnlySteps(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         trainer.checkpoint_callback.skip(trainer.global_step)
 
-    on_train_end = on_validation_end
+    def on_train_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        self.on_validation_end(trainer, pl_module)
 
 
 def find_vocab_size(config: Request) -> int:

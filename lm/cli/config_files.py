@@ -72,9 +72,7 @@ def run_with_config(command: str, values: Mapping[str, Any]) -> Run | None:
 
 
 def check_model_class(run: Run) -> None:
-    """Raise RequestError if a class of the user's builds the run's model, and this process does not have it: options
-    of that class in the run's config would be unknown ones.
-    """
+    """Raise RequestError if the run's model is of a class that this process lacks, whose options would be unknown."""
     newest = run.link("last")
     document = read_object(newest / "config.json") if newest and (newest / "config.json").exists() else {}
     if document.get("model_type") == CUSTOM_MODEL_TYPE:

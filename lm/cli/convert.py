@@ -92,8 +92,7 @@ def export(options: ExportOptions) -> None:
 
 
 def check_newest_is_meant(root: str) -> None:
-    """Raise RequestError if the newest run, which is exported by default, may not be the one that is meant: it has not
-    finished, or there are others of its config, as of a sweep."""
+    """Raise RequestError if the newest run may not be meant: it has not finished, or it is one of a sweep."""
     runs = Run.all(root)
     if not runs:
         return

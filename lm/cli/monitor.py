@@ -70,8 +70,7 @@ def monitor(runs: list[str], json: bool = False, root: str = str(ROOT), interval
 
 
 def default_runs(root: str) -> list[Run]:
-    """The runs to watch where none is named: those that are running under the root, else in other folders of the
-    registry, else the newest."""
+    """The runs to watch where none is named: those running under the root, else in the registry, else the newest."""
     under_root = Run.all(root)[::-1]
     elsewhere = [Run(path) for path in known_folders() if path not in [run.path.resolve() for run in under_root]]
     elsewhere.sort(key=lambda run: run.entered()[1], reverse=True)

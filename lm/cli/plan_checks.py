@@ -51,18 +51,17 @@ def check_data(data: Facts, steps: Facts, config: Sections) -> Iterator[Finding]
         what = "model.document_mask separates the turns of a conversation, whose answers end with the end-of-text token"
         yield error(what, "leave it out")
     limit, epochs = config.trainer.max_epochs, steps.get("epochs", 0.0)
+    run = f"the run of {plural(steps['max_steps'], 'step')} reads the data"
     if limit is not None and epochs > limit:
         last, warmup = int(steps["max_steps"] * limit / epochs), steps["warmup_steps"]
         within = f", within the warm-up of {warmup:,}" if last < warmup else ""
-        length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:.3g} times"
         fix = f"--trainer.max_steps {max(1, last)}, or give more data, or raise trainer.max_epochs"
-        yield error(f"{length}, and trainer.max_epochs {limit:g} ends after step {last:,}{within}", fix)
+        yield error(f"{run} {epochs:.3g} times, and trainer.max_epochs {limit:g} ends after step {last:,}{within}", fix)
     elif limit is not None and 0 < epochs < 0.9 * limit:
         what = f"trainer.max_epochs {limit:g} is only a limit: the run ends after {epochs:.2g} epochs"
         yield warning(what, f"--trainer.max_steps {int(steps['max_steps'] * limit / epochs)} is as long")
     elif epochs > MANY_EPOCHS:
-        length = f"the run of {plural(steps['max_steps'], 'step')} reads the data {epochs:,.0f} times"
-        yield warning(length, "train for fewer steps, or give more data")
+        yield warning(f"{run} {epochs:,.0f} times", "train for fewer steps, or give more data")
     for phase in config.data.phases or ():
         if phase.tokens >= steps["tokens"]:
             what = f"data.phases: one begins after {phase.tokens:,} tokens, and the run ends after {steps['tokens']:,}"

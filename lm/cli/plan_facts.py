@@ -38,10 +38,9 @@ from lm.training.schedule import Steps, warmup_and_decay_steps
 from lm.training.world import device_count
 
 SMALL_MODEL, SMALL_BATCH = 50e6, 8_192  # parameters and tokens of a micro-batch below which the host limits the speed
-RESERVE_BYTES = 2**30  # CUDA context and library workspaces
-RESERVE_FRACTION = 0.05  # of the peak, for what the allocator cannot use
-CPU_RESERVE_BYTES = 2**26  # memory of libraries in a step, beyond what this process already has
-CPU_RESERVE_FRACTION = 0.6  # of the peak: glibc keeps freed memory, in holes that the next tensor may not fit into
+# Memory beside the tensors: bytes, and a fraction of the peak.
+RESERVE = 2**30, 0.05  # CUDA context and library workspaces; what the allocator cannot use
+CPU_RESERVE = 2**26, 0.6  # libraries, beyond what this process has; freed memory that glibc keeps, in holes too small
 DISK_RATE = 500e6  # bytes a second, of a SATA SSD; cloud volumes start at 125e6 (AWS gp3)
 STORE_SECONDS = 20.0  # to wait for data from an object store, at most
 
@@ -163,9 +162,7 @@ def memory_facts(
     `data.global_batch_tokens` is given; otherwise a step is one micro-batch, however large.
     """
     parts = training_memory(decoder, step, state_size(optimizer))
-    reserve_bytes, fraction = RESERVE_BYTES, RESERVE_FRACTION
-    if device.capability is None:
-        reserve_bytes, fraction = CPU_RESERVE_BYTES, CPU_RESERVE_FRACTION
+    reserve_bytes, fraction = CPU_RESERVE if device.capability is None else RESERVE
     reserve = reserve_bytes + int(fraction * parts["peak"])
     facts = {**parts, "reserve": reserve, "total": parts["peak"] + reserve, "device": device.memory_bytes}
     if device.memory_bytes is not None:

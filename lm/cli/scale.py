@@ -32,6 +32,17 @@ EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmar
 # Fraction of the run whose updates the weights average, with little text that is repeated: matrices; embedding, output.
 MATRIX_MEMORY, VOCABULARY_MEMORY = 0.65, 0.2
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
+TIMING = (
+    "hours",
+    "usd",
+    "rate",
+    "device",
+    "devices",
+    "memory",
+    "peak_tflops",
+    "mfu",
+    "ladder",
+)  # of a run of some hours
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class ScaleOptions:
 
 @dataclass(frozen=True)
 class ScaleRequest(ScaleOptions):
-    """The options of `lm scale` except those for a time budget, which `TimedRequest` has.
+    """All options of `lm scale`.
 
     Args:
         depth: Number of blocks; width, heads, batch size, learning rate and weight decay are derived from it. Or a
@@ -91,6 +102,16 @@ class ScaleRequest(ScaleOptions):
         target_flops: Length of the run, instead: FLOPs of the whole run.
         max_steps: Length of the run, instead: optimizer steps.
         output: File to write the config to, which must not exist yet; it is printed if not given.
+        hours: Time budget in hours, including validations and startup. The depth with the lowest expected loss is
+            chosen, unless one is given.
+        usd: Instead of hours: a budget in US dollars, at `rate`.
+        rate: Price of the machine in US dollars per hour.
+        device: Device to train on: h200, a100, 4090, ..., or auto: this machine, whose speed is measured.
+        devices: Number of devices; if not given, all of this machine, or one if another device is named.
+        memory: Memory of the device, such as 16GiB.
+        peak_tflops: Peak throughput of the device in bf16: dense TFLOP/s with fp32 accumulation.
+        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak.
+        ladder: Folder of a ladder, whose fitted scaling law gives the expected loss.
     """
 
     depth: Count | None = None
@@ -98,11 +119,33 @@ class ScaleRequest(ScaleOptions):
     target_flops: float | None = None
     max_steps: Count | None = None
     output: str | None = None
+    hours: float | None = None
+    usd: float | None = None
+    rate: float | None = None
+    device: str = "auto"
+    devices: int | None = None
+    memory: str | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    ladder: str | None = None
 
     @property
     def horizon(self) -> dict[str, float]:
         """The given length as `{option: value}`; empty if none is given."""
         return {name: value for name in HORIZONS if (value := getattr(self, name)) is not None}
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """The given options for a run of some hours, by name."""
+        return {name: value for name in TIMING if (value := getattr(self, name)) not in (None, "auto")}
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run; 0 if none is given."""
+        if self.usd is not None and (self.hours is not None or self.rate is None):
+            raise RequestError("--usd takes --rate, US dollars an hour of the machine, and no --hours beside it")
+        hours = self.usd / self.rate if self.usd and self.rate else self.hours
+        return 3600 * (hours or 0)
 
     @property
     def blocks(self) -> int | None:
@@ -116,56 +159,14 @@ class ScaleRequest(ScaleOptions):
         """The file that the config is for."""
         return self.output or (f"depth{self.blocks}.yaml" if self.depth else "mine.yaml")
 
-    def command(self, others: dict[str, Any] = {}) -> str:
-        """The `lm scale` command that makes this config; `others` are additional options."""
+    def command(self) -> str:
+        """The `lm scale` command that makes this config."""
         usual, depth = vars(ScaleOptions()), {} if self.depth is None else {"depth": self.blocks}
         changed = {name: value for name, value in vars(self).items() if value != usual.get(name, value)}
         command, output = "lm scale", {"output": self.file}
-        for name, value in {**depth, **self.horizon, **others, **changed, **output}.items():
+        for name, value in {**depth, **self.horizon, **self.timing, **changed, **output}.items():
             command += f" --{name} {shlex.quote(f'{value:.15g}' if isinstance(value, float) else str(value))}"
         return command
-
-
-@dataclass(frozen=True)
-class TimedRequest(ScaleRequest):
-    """All options of `lm scale`.
-
-    Args:
-        hours: Time budget in hours, including validations and startup. The depth with the lowest expected loss is
-            chosen, unless one is given.
-        usd: Instead of hours: a budget in US dollars, at `rate`.
-        rate: Price of the machine in US dollars per hour.
-        device: Device to train on: h200, a100, 4090, ..., or auto: this machine, whose speed is measured.
-        devices: Number of devices; if not given, all of this machine, or one if another device is named.
-        memory: Memory of the device, such as 16GiB.
-        peak_tflops: Peak throughput of the device in bf16: dense TFLOP/s with fp32 accumulation.
-        mfu: Model FLOPs utilization (MFU) to assume, as a fraction of the peak.
-        ladder: Folder of a ladder, whose fitted scaling law gives the expected loss.
-    """
-
-    hours: float | None = None
-    usd: float | None = None
-    rate: float | None = None
-    device: str = "auto"
-    devices: int | None = None
-    memory: str | None = None
-    peak_tflops: float | None = None
-    mfu: float | None = None
-    ladder: str | None = None
-
-    @property
-    def timing(self) -> dict[str, Any]:
-        """The options above that were given, by name."""
-        names = TimedRequest.__annotations__
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, "auto")}
-
-    @property
-    def seconds(self) -> float:
-        """Time of the run; 0 if none is given."""
-        if self.usd is not None and (self.hours is not None or self.rate is None):
-            raise RequestError("--usd takes --rate, US dollars an hour of the machine, and no --hours beside it")
-        hours = self.usd / self.rate if self.usd and self.rate else self.hours
-        return 3600 * (hours or 0)
 
 
 @cache

@@ -5,7 +5,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lm.cli.scale import TimedRequest, manifest, scaled_config
+from lm.cli.scale import ScaleRequest, manifest, scaled_config
 from lm.cli.scaling_rules import rare_entries
 from lm.errors import RequestError
 from lm.runs.expected_loss import expected_loss, ladder_loss
@@ -20,9 +20,9 @@ def scale(**options: Any) -> None:
     """Print a complete config for a depth or for a time budget, by published scaling rules.
 
     Args:
-        options: Those of `TimedRequest`.
+        options: Those of `ScaleRequest`.
     """
-    request = TimedRequest(**options)
+    request = ScaleRequest(**options)
     file = Path(request.output) if request.output else None
     if file and file.exists():  # before the minutes of measuring
         raise RequestError(f"--output {file} is there already; give another name, or remove it")

@@ -103,7 +103,7 @@ class Candidate:
         return one
 
 
-def config_for_time(request: scale.TimedRequest) -> tuple[Recipe, str]:
+def config_for_time(request: scale.ScaleRequest) -> tuple[Recipe, str]:
     """The recipe and its YAML, of the given depth or of the one with the lowest expected loss in the time."""
     for name in request.horizon:
         raise RequestError(f"--{name} gives the length of the run, and so does the time: give one of them")
@@ -117,13 +117,13 @@ def config_for_time(request: scale.TimedRequest) -> tuple[Recipe, str]:
         f"embedding: {format_duration(best.seconds)} at {format_figure(best.step_seconds)} s a step "
         f"({devices}{best.speed.basis})"
     )
-    return recipe, scale.write_yaml(recipe, request.command(request.timing), horizon, scaled, best.micro_batch)
+    return recipe, scale.write_yaml(recipe, request.command(), horizon, scaled, best.micro_batch)
 
 
 class Search:
     """Searches for the depth with the lowest expected loss, and keeps measured speeds."""
 
-    def __init__(self, request: scale.TimedRequest) -> None:
+    def __init__(self, request: scale.ScaleRequest) -> None:
         if request.mfu is not None and request.mfu > 1:
             raise RequestError(f"--mfu {request.mfu} must lie in (0, 1]")
         self.request, self.seconds = request, request.seconds

@@ -15,9 +15,8 @@ def public(value: Any) -> Any:
     """Copy a tree of values without secrets: users and queries of URLs, values with a secret's name, and `PRIVATE`."""
     if isinstance(value, dict):
         shown = {name: part for name, part in value.items() if name not in PRIVATE}
-        return {
-            name: "(left out)" if SECRET.search(str(name)) and part else public(part) for name, part in shown.items()
-        }
+        secret = {name for name, part in shown.items() if part and SECRET.search(str(name))}
+        return {name: "(left out)" if name in secret else public(part) for name, part in shown.items()}
     if isinstance(value, list | tuple):
         return [public(part) for part in value]
     return QUERY.sub(r"\1", USER.sub("", value)) if isinstance(value, str) else value
