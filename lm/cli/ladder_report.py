@@ -309,9 +309,6 @@ def print_report(console: Console, results: dict[str, Any]) -> None:
         console.print(remark, soft_wrap=True)
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
 def page(results: dict[str, Any]) -> str:
     runs = results["runs"]
     return render(

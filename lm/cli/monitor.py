@@ -250,9 +250,6 @@ def in_row(facts: list[Fact]) -> Columns:
     return Columns(texts, padding=(0, 3, 0, 0))
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class LossChart:
     """The training loss, a smoothed line through it, and the validations, in the space which rich gives them."""

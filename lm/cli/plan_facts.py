@@ -45,9 +45,6 @@ DISK_RATE = 500e6  # bytes a second, of a SATA SSD; cloud volumes start at 125e6
 STORE_SECONDS = 20.0  # to wait for data from an object store, at most
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
 def find_tokenizer(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of a config's data; None if it does not exist yet."""
     if is_prepared(data) or data.tokenizer:
@@ -131,9 +128,6 @@ def model_facts(decoder: DecoderConfig, seq_len: int) -> Facts:
         "tied": decoder.tie_word_embeddings,
         "vocab_size": decoder.vocab_size,
     }
-
-
-# ---- memory and time -------------------------------------------------------------------------------------------------
 
 
 def computation(steps: Steps, config: Sections, device: Device, precision: str, data: Facts) -> Step:
@@ -230,9 +224,6 @@ def read_bench(file: Path, model_parameters: int, seq_len: int) -> Facts:
         )
     basis = ", ".join([str(file), *(str(bench[name]) for name in ("device", "precision") if name in bench)])
     return {**bench, "tokens_per_second": bench["tokens_per_second"] / bench.get("ranks", 1), "basis": basis}
-
-
-# ---- checkpoints and budget ------------------------------------------------------------------------------------------
 
 
 def checkpoint_facts(interval: int, steps: Facts, time: Facts, size: int, bench: Facts) -> Facts:

@@ -73,9 +73,8 @@ class Trainer(BareTrainer):
         check_parts(model, datamodule)
         if self.run is not None and ckpt_path is None:
             raise RequestError(f"this Trainer has trained run {self.run.path}: make another lm.Trainer for another run")
-        auto = str(ckpt_path) == "auto"
         reference = None if ckpt_path is None else str(ckpt_path)
-        root = self.default_root_dir
+        auto, root = reference == "auto", self.default_root_dir
         if reference is None:
             log_resumable_run(root, self._name)
         checkpoint, resumed = find_checkpoint(reference, self._name, root, named=auto, command="fit")
