@@ -72,8 +72,8 @@ def fish_script(table: dict[str, list[Option]]) -> str:
     for command in TABLE:
         first, *second = command.name.split()
         where = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.name.split())
-        help, none = quote(command.help), quote("")
-        lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {none if second else help}")
+        help = quote(command.help)
+        lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {quote('') if second else help}")
         for word in second:
             lines.append(f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {word} -d {help}")
         for option in table[command.name]:
