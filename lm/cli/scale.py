@@ -32,17 +32,8 @@ EPOCHS = 4  # that a text is repeated; measured, "Little text" in tests/benchmar
 # Fraction of the run whose updates the weights average, with little text that is repeated: matrices; embedding, output.
 MATRIX_MEMORY, VOCABULARY_MEMORY = 0.65, 0.2
 HORIZONS = ("target_param_data_ratio", "target_flops", "max_steps")  # options that give the length
-TIMING = (
-    "hours",
-    "usd",
-    "rate",
-    "device",
-    "devices",
-    "memory",
-    "peak_tflops",
-    "mfu",
-    "ladder",
-)  # of a run of some hours
+# Options of a run of some hours.
+TIMING = ("hours", "usd", "rate", "device", "devices", "memory", "peak_tflops", "mfu", "ladder")
 
 
 @dataclass(frozen=True)
