@@ -45,7 +45,8 @@ def test_triton_free_is_eager_to_the_bit_and_no_compiler_runs(tmp_path, eager):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, json, sys\n"
         "sys.modules['triton'] = None\n"
-        "atexit.register(lambda: open('modules.json', 'w').write(json.dumps(sorted(sys.modules))))\n"
+        "atexit.register(lambda: 'torch' in sys.modules and "  # not of the server that starts readers, in Python 3.14
+        "open('modules.json', 'w').write(json.dumps(sorted(sys.modules))))\n"
     )
     environment = {
         "PATH": str(programs), "CXX": str(programs / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "generated"),
