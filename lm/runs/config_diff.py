@@ -57,8 +57,8 @@ def _has(names: Sequence[str], key: str) -> bool:
 def describe_changes(run: Run | None, changed: dict[str, list[Any]]) -> list[str]:
     """A line for each of the `differences` between a run's config and that of its resume."""
     lines = [f"changed since the run was started: {key}: {old} -> {new}" for key, (old, new) in changed.items()]
-    if run and any(key.startswith("model.") for key in changed):
-        length = ("trainer.max_steps", "trainer.max_tokens")  # the config of a run is that of its last start
-        before = [f"--{key}={value}" for key, (value, _) in changed.items() if key not in length]
-        lines.append(f"`{run.resume_command()} {shlex.join(before)}` resumes it with the earlier values")
+    of_model = [(key, old) for key, (old, _) in changed.items() if key.startswith("model.")]
+    if run and of_model:  # a run's config.yaml is that of its last start
+        earlier = [f"--{key}={'null' if old is None else old}" for key, old in of_model]
+        lines.append(f"`{run.resume_command()} {shlex.join(earlier)}` resumes it with the earlier values")
     return lines
