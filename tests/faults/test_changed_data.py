@@ -39,10 +39,10 @@ def test_other_shards_are_refused_with_the_difference_until_they_are_put_back(wo
 
     def prepare_again():
         first, *_ = sorted((workplace / "texts").glob("*.txt"))
-        shutil.copytree(workplace / "texts", workplace / "other")
-        (workplace / "other" / first.name).write_text(first.read_text().replace("letter", "better"))
+        shutil.copytree(workplace / "texts", workplace / "other/texts")
+        (workplace / "other/texts" / first.name).write_text(first.read_text().replace("letter", "better"))
         shutil.rmtree(data)
-        lm(workplace, "data", "prepare", "--input", "other", "--output", str(data), "--tokenizer", "char",
+        lm(workplace, "data", "prepare", "--input", "other/texts", "--output", str(data), "--tokenizer", "char",
            "--val_fraction", "0.2")  # fmt: skip
 
     for damage, said in (
