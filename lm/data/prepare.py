@@ -270,13 +270,13 @@ def describe_loss(tokenizer: Tokenizer) -> str | None:
 def check_same_options(options: PrepareOptions) -> None:
     """RequestError if a finished folder was made with options other than the config's; its texts may be gone by now."""
     manifest = _read_manifest(Path(options.output))
-    old, parts = manifest["options"], {part for source in manifest["sources"] for part in source["name"].split("/")}
+    old, names = manifest["options"], [source["name"] for source in manifest["sources"]]
+    parts = {part.partition("@")[0] for name in names for part in name.split("/")}  # without a revision of the hub
     other_way = "give --data.prepare null to train on it as it is, or another data.path"
     for text in options.input:
-        if not re.search(r"[*?[]", text) and Path(text).name not in {*parts, ""}:  # the folder may have moved
-            made_from = listed([source["name"] for source in manifest["sources"]], 3)
+        if not re.search(r"[*?[]", text) and Path(text).name.partition("@")[0] not in {*parts, ""}:  # it may have moved
             raise RequestError(
-                f"{options.output} was made from {made_from}, and data.prepare.input has {text}: {other_way}"
+                f"{options.output} was made from {listed(names, 3)}, and data.prepare.input has {text}: {other_way}"
             )
     learned = {"bpe": ["tokenizer", "vocab_size"], "char": ["tokenizer"]}.get(options.tokenizer, [])
     for name in ["val_fraction", "text_key", *learned]:

@@ -41,6 +41,11 @@ CASES = {  # options over tiny.yaml -> what is left out, and what must be as it 
     "no decay": (["--model.schedule.name", "constant"], "decay_ratio"),
     "tied": (["--model.decoder.tie_word_embeddings", "true"], "model.optimizer.groups.output is left out of the config"),
     "tied, and its rate": (["--model.decoder.tie_word_embeddings", "true"], "groups.embedding.lr_ratio 2.67 is a rate for"),
+    "a width": (
+        ["--model.decoder.hidden_size", "256"],
+        "intermediate_size stays 384, which was for model.decoder.hidden_size 128; --model.decoder.intermediate_size null",
+    ),
+    "a width, and the MLP's": (["--model.decoder.hidden_size", "256", "--model.decoder.intermediate_size", "null"], ""),
     "another folder": (["--data.path", "data/elsewhere"], "out; --data.prepare.input embedded:sotu keeps it"),
     "the same optimizer": (["--model.optimizer.name", "muon"], ""),
     "the same schedule": (["--model.schedule.name", "wsd"], ""),

@@ -625,3 +625,19 @@ def test_a_large_file_that_one_process_reads_is_said_with_its_time(tmp_path, mon
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     run(tmp_path / "out", tmp_path / "a.jsonl.gz")
     assert re.search(r"a.jsonl.gz is read by one process, for about [1-9]\d* minutes", caplog.text)
+
+
+@pytest.mark.parametrize("source, text, is_same", [
+    ("texts/a.txt", "/elsewhere/texts", True), ("a.txt", ".", True), ("../texts/a.txt", "../texts/", True),
+    ("texts/a.txt", "texts/*.txt", True), ("hf://datasets/o/d@0123/a.jsonl", "hf://datasets/o/d@main", True),
+    ("embedded:sotu", "embedded:sotu", True), ("embedded:sotu", "mine.txt", False), ("texts/a.txt", "texts/b.txt", False),
+])  # fmt: skip
+def test_a_prepared_folder_is_not_taken_for_that_of_other_texts(source, text, is_same, tmp_path):
+    """It may have moved with its texts, and these may be gone."""
+    (tmp_path / "manifest.json").write_text(json.dumps({"options": {}, "sources": [{"name": source}]}))
+    options = PrepareOptions([text], str(tmp_path))
+    if is_same:
+        prepare.check_same_options(options)
+    else:
+        with pytest.raises(RequestError, match=f"was made from {source}, and data.prepare.input has {text}: "):
+            prepare.check_same_options(options)

@@ -107,6 +107,10 @@ def test_what_may_change_is_shown_and_used(copied):
                  "model.schedule.name: cosine -> linear", "data.global_batch_tokens: 256 -> 512",
                  "trainer.gradient_clip_val: 1.0 -> 0.5"):  # fmt: skip
         assert f"changed since the run was started: {text}" in shown
+    assert (
+        "--model.optimizer.lr=0.01 --model.optimizer.weight_decay=0.1" in shown
+        and "resumes it with the earlier" in shown
+    )
     run = Run(copied / "checkpoints/small")
     lines = {line["step"]: line for line in run.metrics() if "optim/lr" in line}
     assert lines[7]["optim/lr"] > lines[6]["optim/lr"] and lines[8]["tokens"] == 6 * 256 + 2 * 512
