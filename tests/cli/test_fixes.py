@@ -118,6 +118,7 @@ def test_a_run_of_another_folder_is_removed_by_its_path_alone(here, capsys):
         assert main(["runs", "rm", name, "--yes", "--root", "check"]) == 2
         assert f"run lr-1 is not under check: to remove it, give its path, {path.resolve()}" in capsys.readouterr().err
     assert main(["runs", "rm", str(path), "--yes", "--root", "check"]) == 0
+    assert capsys.readouterr().out.endswith("removed\n")
     assert not path.exists()
 
 
