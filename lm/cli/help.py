@@ -18,13 +18,15 @@ COLUMN = 38  # where the help of an option begins
 
 
 def print_options(command: str, what: str, chosen: str | None = None) -> None:
-    """Print what a command does and its options: those of the `chosen` group, `all`, or else the frequent ones."""
+    """Print what a command does and its options: the `chosen` one or group of them, `all`, or the frequent ones."""
     options = all_options(command)
+    chosen = chosen and chosen.removeprefix("--")
     groups = option_groups(option.name for option in options)
-    if chosen not in groups:  # `optimizer` for `model.optimizer`
-        chosen = next((group for group in sorted(groups) if group.endswith(f".{chosen}")), chosen)
-    if chosen not in (None, "all", *groups):
-        raise RequestError(f"no group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
+    names = [*sorted(groups), *(option.name for option in options)]
+    if chosen not in names:  # `optimizer` for `model.optimizer`
+        chosen = next((name for name in names if name.endswith(f".{chosen}")), chosen)
+    if chosen not in (None, "all", *names):
+        raise RequestError(f"no option or group of options {chosen!r}: give all, or one of {', '.join(NAMES)}")
     width, frequent, usage = min(110, shutil.get_terminal_size().columns), FREQUENT, "--config FILE"
     if command in ("validate", "test", "predict"):
         frequent, usage = FREQUENT_WITHOUT_FIT, "[--run NAME] [--ckpt_path PATH]"
@@ -34,7 +36,7 @@ def print_options(command: str, what: str, chosen: str | None = None) -> None:
         section = option.name.partition(".")[0]
         if chosen is None and section in NAMES and option.name not in frequent:
             continue
-        if chosen not in (None, "all") and not option.name.startswith(f"{chosen}."):
+        if chosen not in (None, "all", option.name) and not option.name.startswith(f"{chosen}."):
             continue
         if section in NAMES and section != group:
             group = section

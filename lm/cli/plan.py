@@ -134,7 +134,9 @@ def _memory_lines(facts: Facts) -> list[str]:
         ", ".join(f"{name} {format_bytes(memory[name])}" for name in parts if memory[name]),
     ]
     if largest and memory["total"] <= available:
-        lines.append(f"the largest micro-batch that fits is {largest:,}")
+        steps = facts["steps"]
+        whole = largest == steps["micro_batch_size"] * steps["accumulate"]
+        lines.append(f"the largest micro-batch that fits is {largest:,}{', which is the whole batch' * whole}")
     return lines
 
 

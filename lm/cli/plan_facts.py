@@ -4,13 +4,16 @@
 """
 
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from lm.cli import plan_checks
 from lm.cli.command_options import PlanOptions
+from lm.cli.options import command_options
 from lm.cli.plan_checks import Facts
 from lm.cli.request import Sections
+from lm.cli.settings import read_options
 from lm.data.config import LEARNED, DataConfig, is_prepared
 from lm.data.datamodule import DataModule
 from lm.data.document_ends import answers_end_documents
@@ -24,9 +27,9 @@ from lm.model.memory import Step, largest_micro_batch, training_memory
 from lm.runs.disk_space import disk_space
 from lm.runs.expected_loss import expected_loss
 from lm.runs.run import Run
+from lm.system import process
 from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.parsing import nonnegative, read_object
-from lm.system.process import program
 from lm.system.units import parse_bytes
 from lm.training.checks import find_problems, has_kernels
 from lm.training.config import BudgetConfig, OptimizerConfig
@@ -188,7 +191,7 @@ def time_facts(
     elif peak is None or (assumed := assumed_speed(device, precision, flops + recomputed)) is None:
         basis = (
             f"the peak of {device.name} in {precision} is not known: give --peak_tflops N, or measure it with "
-            "`lm bench step --config FILE --steps 3 --output step.json` and give --bench step.json"
+            f"`{bench_command()} --steps 3 --output step.json` and give --bench step.json"
         )
         return {"seconds": None, "basis": basis}
     elif mfu:
@@ -211,6 +214,15 @@ def time_facts(
         "mfu_full_attention": reached and reached * model["flops_per_token_full_attention"] / flops,
         "usd": None if usd_per_hour is None else seconds / 3600 * usd_per_hour,
     }
+
+
+def bench_command() -> str:
+    """The command that times a step of the config that `lm plan` was given, with the same options."""
+    command, *arguments = [*process.arguments(), ""]
+    typed = read_options("plan", arguments[:-1]) if command == "plan" else [("config", "FILE")]
+    own = [option.name for option in command_options("plan")]
+    words = [word for name, value in typed if name not in own for word in (f"--{name}", str(value))]
+    return f"{process.program()} bench step {shlex.join(words)}"
 
 
 def read_bench(file: Path, model_parameters: int, seq_len: int) -> Facts:
@@ -294,7 +306,7 @@ def examine(
     findings += plan_checks.check_windows(config.model.decoder)
     decoder = with_vocabulary(config, tokenizer)
     if custom:
-        measure = f"`{program()} bench step --config FILE` measures them"
+        measure = f"`{bench_command()}` measures them"
         facts["model"] = {"unknown": f"size, memory and speed are those of what build_decoder returns: {measure}"}
     elif decoder is not None:
         facts["model"] = model_facts(decoder, config.data.seq_len)

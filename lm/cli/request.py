@@ -176,14 +176,23 @@ def describe_option(command: str, message: str) -> str:
     from lm.system.other_names import OTHER_PRECISIONS
 
     name, _, problem = message.partition(": ")
+    value = f"{problem} ".rpartition("got ")[2].strip(" '")
+    if not value:
+        return f"{name} needs a value"
+    if "expected float" in problem and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", value):
+        return f"{message}; did you mean {value.replace(',', '.')}?"
+    ratio = f"{name.removesuffix('_steps')}_ratio"
+    if re.fullmatch(r"\d+(\.\d+)?%", value) and ratio in [option.name for option in all_options(command)]:
+        return f"{message}; a share of the steps is --{ratio} {float(value[:-1]) / 100:g}"
     if name == "model.optimizer.name":
         return f"{message}; for another class give --model.optimizer.class_path, such as torch.optim.SGD"
-    if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(problem.rpartition("got ")[2])):
-        return f"{message}; did you mean {near}?"
+    if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(value)):
+        return f"{message}; did you mean {near}{', on an NVIDIA GPU from Hopper on' * near.startswith('fp8')}?"
     for option in all_options(command):
         example = re.search("such as `.*?`", option.help)
         if option.name == name and example and re.match("expected (a list|dict|keys)|Expected a dot", problem):
-            return f"{name}: expected {option.kind}, {example[0]}"
+            kind = "keys and values" if option.kind.startswith("dict") else option.kind
+            return f"{name}: expected {kind}, {example[0]}"
         if name in re.split(r"\W+", option.kind.partition("{")[2]):  # of an entry of a list
             return f"{option.name}: {message}"
     return message
@@ -266,7 +275,8 @@ def _check_nulls(options: type, group: Any, prefix: str) -> None:
         kinds = get_args(option.type) or (option.type,)
         null = value in (None, "null")
         if null and NoneType not in kinds:
-            raise RequestError(f"{name} is null, which means nothing there: leave it out for its default")
+            choices = f"give one of {', '.join(kinds)}, or " if "none" in kinds else ""
+            raise RequestError(f"{name} is null, which means nothing there: {choices}leave it out for its default")
         item_class = next((item for kind in kinds for item in get_args(kind) if is_dataclass(item)), None)
         if item_class is not None and isinstance(value, str):
             value = load_yaml(value, f"--{name}")

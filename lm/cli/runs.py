@@ -165,7 +165,7 @@ def _print_table(all_runs: list[dict[str, Any]], console: Console) -> None:
     for folder, runs in folders.items():
         where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         console.print(Text(str(where), style="bold"), soft_wrap=True)
-        heads = ("run", "status", "step", "best loss", "loss", "tokens/s", "age")
+        heads = ("run", "status", "step", "val loss", "loss", "tokens/s", "age")
         console.print(plain_table(heads, "ttnnnnn", map(_cells, runs)))
 
 

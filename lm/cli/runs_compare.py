@@ -5,6 +5,7 @@
 
 import csv
 import json as jsonlib
+import logging
 import math
 import shutil
 import time
@@ -29,6 +30,8 @@ from lm.runs.trainer_json import find_damage
 from lm.system.files import check_local_path, digest
 from lm.system.output_folder import new_folder
 from lm.system.parsing import finite_or_none, to_json
+
+log = logging.getLogger(__name__)
 
 VALIDATION_DATA = {"data.path", "data.val", "data.sources"}  # options that decide the text of validations
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -73,6 +76,7 @@ def compare(
 
         Path(png).absolute().parent.mkdir(parents=True, exist_ok=True)
         draw_curves(series, X_LABELS[x], metric).savefig(png)
+        log.info("the chart is in %s", png)
     if json:
         curves = {one.name: {"x": list(one.x), "y": list(one.y)} for one in series}
         settings_by_run = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}

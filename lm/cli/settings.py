@@ -18,8 +18,6 @@ from lm.system.units import listed, shown
 
 def read_settings(command: str, arguments: list[str]) -> tuple[dict[str, Any], str]:
     """The settings that a command line and its configs give, and the name of the run: that of the config's file."""
-    if arguments and arguments[0][:1] != "-" and "=" not in arguments[0]:  # `lm fit tiny.yaml`
-        arguments = ["--config", *arguments]
     typed = read_options(command, arguments)
     files = [find_config(value) for name, value in typed if name == "config" and value is not None]
     configs = {path: read_config(path) for path in files}
@@ -71,6 +69,8 @@ def split_overrides(arguments: list[str], options_class: type) -> tuple[list[str
 
 def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
     """The options of a command line by their full names, with the values as typed; None where there is none."""
+    if arguments and arguments[0][:1] != "-" and "=" not in arguments[0]:  # `lm fit tiny.yaml`
+        arguments = ["--config", *arguments]
     options = all_options(command)
     groups = option_groups(option.name for option in options)
     kinds = {option.name: option.kind for option in options}

@@ -220,7 +220,8 @@ def shorten(message: str, known: list[str]) -> str:
     text = re.sub("Unable to load config .*", "this is a group of options: give each with its name", text)
     if missing := re.fullmatch(r"(\w+) is missing", text):
         of_class = key in ("trainer.callbacks", "trainer.logger")
-        text += f"; give --{key}.init_args.{missing[1]} VALUE" if of_class else f": `{{{missing[1]}: ..., ...}}`"
+        value = "val/loss" if missing[1] == "monitor" else "VALUE"
+        text += f"; give --{key}.init_args.{missing[1]} {value}" if of_class else f": `{{{missing[1]}: ..., ...}}`"
     if key == "hours":
         text += "; minutes are sixtieths: 0.5 for 30"
     text = f"{key}: {text}" if key else text

@@ -52,6 +52,10 @@ OPTIONS = {
     "ratio": "target_param_data_ratio tokens_per_param",
     "run": "config",
 }  # fmt: skip
+GROUPS = {  # of rates in model.optimizer.groups
+    "lm_head": "output", "unembedding": "output", "embed_tokens": "embedding", "wte": "embedding", "norm": "norms",
+    "hidden": "matrices", "muon": "matrices",
+}  # fmt: skip
 OTHER_PRECISIONS = {
     "bf16": "bf16-mixed", "bfloat16": "bf16-mixed", "fp16": "16-mixed", "float16": "16-mixed", "16": "16-mixed",
     "fp32": "32-true", "float32": "32-true", "32": "32-true", "fp8": "fp8-rowwise",
@@ -92,6 +96,9 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
         return REMOVED[full][1]
     if "trainer.max_steps" in known and (fixes := [fix for fix, others in FIXES.items() if last in others.split()]):
         return fixes[0]
+    renamed = ".".join(GROUPS.get(part, part) for part in name.split("."))
+    if renamed != name and renamed in known:
+        return f"did you mean {renamed!r}?"
     ours = [option for option, others in OPTIONS.items() if last in others.split()]
     ours += OPTIONS.get(name, "").split() if "." in name else []  # as for `generate --trainer.precision`
     close = [option for option in known if any(name == option or name.endswith(f".{option}") for name in ours)]

@@ -56,8 +56,12 @@ def test_help_is_two_screens_and_has_everything_on_demand(command, capsys, monke
 
 def test_help_of_a_command_has_its_own_options_first_and_names_the_groups(capsys):
     assert main(["fit", "--help", "optimiser"]) == 2
-    assert "no group of options 'optimiser': give all, or one of trainer, model" in capsys.readouterr().err
+    assert "no option or group of options 'optimiser': give all, or one of trainer, model" in capsys.readouterr().err
     assert main(["fit", "--help", "optimizer"]) == 0 and "--model.optimizer.betas" in capsys.readouterr().out
+    for name in ("model.compile", "compile"):  # a single option
+        assert main(["fit", "--help", name]) == 0
+        shown = capsys.readouterr().out
+        assert "--model.compile none|inductor|triton_free" in shown and "--model.optimizer" not in shown
     main(["plan", "--help"])
     shown = capsys.readouterr().out
     assert shown.index("--strict") < shown.index("--trainer.max_steps")

@@ -121,7 +121,7 @@ def test_early_stopping_stays_stopped_and_a_finished_run_stays_finished(workplac
     patience["trainer.early_stopping"]["patience"] = 2
     again, _ = fit(workplace, "patient", *AUTO, **patience)
     assert run.read("run.json")["step"] == 12  # one more validation without a new best
-    assert "stopped early, at step 12 of 40: Monitored metric val/loss did not improve" in again.stderr
+    assert "stopped early, at step 12 of 40: the validation loss has not fallen" in again.stderr
 
 
 def test_a_run_that_a_callback_has_stopped_early_continues_without_it(workplace):

@@ -72,7 +72,7 @@ def test_a_decoder_with_another_activation(place, monkeypatch):
     last, whole = (load_file(place / "checkpoints" / name / "step-00000004/model.safetensors")
                    for name in ("relu", "whole"))  # fmt: skip
     assert last.keys() == whole.keys() and "layers.1.mlp.up_proj.weight" in last
-    assert "my_model.py bench step --config FILE` measures" in planned["model"]["unknown"] and planned["ready"]
+    assert f"my_model.py bench step --config {config}` measures" in planned["model"]["unknown"] and planned["ready"]
     document = json.loads((place / "checkpoints/whole/best/config.json").read_text())
     assert document["architectures"] == ["MyModule"] and document["init_args"] == {"expansion": 3}
     assert "val/loss" in run(place, "my_model.py", "validate", "--run", "whole")

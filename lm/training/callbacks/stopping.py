@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 from lm.errors import Interrupted
 from lm.runs.run import how_to_resume
 from lm.system.stop_signals import STOP
+from lm.system.units import plural
 from lm.training.callback import Callback, call_hook
 from lm.training.config import EarlyStoppingConfig
 from lm.training.lightning_patches import drop_sigterm_broadcast
@@ -102,6 +103,15 @@ class EarlyStopping(LightningEarlyStopping):
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if self.wait_count >= self.patience:
             trainer.should_stop = True  # killed between its last checkpoint and its end
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if self.wait_count >= self.patience:
+            below = f"by more than {abs(self.min_delta):g} below" if self.min_delta else "below"
+            self.stopping_reason_message = (
+                f"the validation loss has not fallen {below} {self.best_score:.4f} in "
+                f"{plural(self.patience, 'validation')}"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
