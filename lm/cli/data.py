@@ -245,7 +245,7 @@ def show(
         console.rule(f"sample {entry.sample}, {where}")
         for index, text in enumerate(texts):
             if index:
-                console.rule("a document ends, another begins", characters="·")
+                console.rule("end-of-text token", characters="·")
             console.print(harmless(text))
     if count > len(seen):
         console.rule(f"{count - len(seen)} more samples in step {step}: --limit 0 shows all")

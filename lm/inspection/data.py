@@ -131,6 +131,6 @@ def seen_table(samples: Sequence[Sample], documents: Sequence[Sequence[str]], mo
         if sample.shard is not None:
             where = f"{'/'.join(sample.shard.split('/')[-2:])}, window {sample.window}"
             where = where if sample.source is None else f"{sample.source}: {where}"
-        shown = "\n-- a document ends, another begins --\n".join(wrapped(text[:most], 90) for text in texts)
+        shown = "\n-- end-of-text token --\n".join(wrapped(text[:most], 90) for text in texts)
         rows.append((sample.sample, where, shown))
     return table(rows, ("sample", "from", "text"))

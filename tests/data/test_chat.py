@@ -8,10 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from other_tokenizers import write_tokenizer
+from test_prepare import digests
 from tokenizers import Tokenizer as Backend
 from trainings import lm
 from transformers import AutoTokenizer
 
+from lm.cli.command import main
 from lm.data.chat import DEFAULT_TEMPLATE, ChatTemplate, with_template
 from lm.data.config import PrepareOptions
 from lm.data.datamodule import DataModule
@@ -235,6 +237,18 @@ def test_parquet_several_units_and_a_stop_give_the_same_shards(place, monkeypatc
     counts = ("documents", "tokens", "bytes")
     assert {split: [facts[name] for name in counts] for split, facts in again.items()} == {
         split: [facts[name] for name in counts] for split, facts in first.items()}  # fmt: skip
+
+
+def test_tasks_make_what_one_process_makes(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("lm.data.encode.MIN_UNIT_BYTES", 500)
+    monkeypatch.setattr("lm.data.encode.SMALL_WORK", 0)
+    options = f"--chat --tokenizer letters --seq_len {SEQ_LEN} --val_fraction 0.1 --workers 1".split()
+    rounds = [["--plan_only"], ["--task", "1/2"], ["--task", "0/2"], ["--task", "0/2"], ["--task", "1/2"], []]
+    for output, commands in ("one", [[]]), ("tasks", rounds):
+        for more in commands:
+            assert main(["data", "prepare", "--input", "chats.jsonl", "--output", output, *options, *more]) == 0
+    assert digests(place / "tasks") == digests(place / "one")
 
 
 def test_few_conversations_are_held_out_whole(place):
