@@ -151,6 +151,10 @@ def check_windows(decoder: DecoderConfig) -> Iterator[Finding]:
     if window is not None and window >= context:
         what = f"model.decoder.sliding_window {window:,} is all of the context of {context:,}: S layers are as L layers"
         yield warning(what, f"--model.decoder.sliding_window {context // 4} is a quarter of it")
+    pattern, layers = decoder.window_pattern or "L", decoder.num_hidden_layers
+    if "L" in pattern[layers:] and "L" not in pattern[:layers]:
+        what = f"none of the {plural(layers, 'layer')} of model.decoder.window_pattern {pattern} has full attention"
+        yield warning(what, f"--model.decoder.window_pattern {'S' * (layers - 1)}L")
 
 
 def check_device(

@@ -285,6 +285,9 @@ LONG_RUN = {"trainer.max_steps": 10_000, "model.optimizer.lr": 1e-3, "model.sche
     (STRICT, LONG_RUN | {"model.schedule.decay_ratio": 0.5}, "warning", "the decay ends at step 5,000, and the run ends"),
     (STRICT, LONG_RUN | {"model.schedule.name": "linear", "model.schedule.decay_steps": 20_000}, "warning",
      "the decay ends at step 20,000, and the run ends at step 10,000 with 56% of the peak rate"),
+    (STRICT, {"model.decoder.window_pattern": "SSSSL", "model.decoder.sliding_window": 8}, "warning",
+     "of model.decoder.window_pattern SSSSL has full attention --model.decoder.window_pattern SL"),
+    (STRICT, {"model.decoder.window_pattern": "SL", "model.decoder.sliding_window": 500}, "warning", "S layers are as L layers"),
     (STRICT, LONG_RUN | {"model.schedule.name": "wsd"}, "warning", "wsd has no decay, and the run ends at step 10,000 with 100%"),
 ])  # fmt: skip
 def test_what_is_noted(planned, options, changes, level, words):
