@@ -59,8 +59,8 @@ def clear_earlier(settings: Mapping[str, Any], options: Iterable[tuple[str, Any]
             third = float(optimizer["lr"]) / 3  # of what Muon's matrices take: configs/tiny.yaml
             fix = f"; --{place}.lr {third:.1e} is nearer to AdamW's" if (before, after) == ("muon", "adamw") else ""
             log.info("%s.lr stays %s, which was for %s%s", place, optimizer["lr"], before, fix)
-        if f"{place}.class_path" not in later:
-            cleared.append(f"{place}.class_path")  # which would count, and not the name
+        other = "class_path" if f"{place}.class_path" not in later else "name"
+        cleared.append(f"{place}.{other}")  # a class_path counts before a name; a wrong name would be refused
 
     place = "model.schedule"
     schedule = _value(settings, place) or {}

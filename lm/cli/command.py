@@ -87,6 +87,7 @@ COMMANDS = {command.name: command for command in TABLE}
 ALIASES = {name.split()[-1]: name for name in COMMANDS if name.split()[-1] not in COMMANDS} | {
     "train": "fit", "pretrain": "fit", "resume": "fit --ckpt_path auto --run", "finetune": "branch", "eval": "evaluate",
     "sample": "generate", "chat": "generate --chat", "list": "runs ls",
+    "runs list": "runs ls", "runs delete": "runs rm", "runs remove": "runs rm",
 }  # fmt: skip
 # What a value without an option is meant for.
 POSITIONAL_HINTS = {
@@ -255,7 +256,8 @@ def _unknown_command(arguments: list[str]) -> str:
     if arguments[0].partition("=")[0] in ("-c", "--config"):
         return f"the command comes first: `lm {shlex.join(['fit', *arguments])}`"
     typed, options = " ".join(arguments[:2]), arguments[2:]
-    close = get_close_matches(typed, [name for name in COMMANDS if " " in name], 1, cutoff=0.8)
+    families = [name for name in (*COMMANDS, *ALIASES) if " " in name]
+    close = get_close_matches(typed, families, 1, cutoff=0.8)
     if not close:
         if family := [name for name in COMMANDS if name.startswith(arguments[0] + " ")]:
             return f"give one of: {', '.join('lm ' + name for name in family)}"

@@ -202,6 +202,8 @@ def print_plan(
         for row, size in zip(rows, sizes, strict=True):
             row.append("" if size["usd"] is None else format_figure(size["runs"] * size["usd"]))
     console.print(plain_table(heads, "n" * len(heads), rows))
+    if (most := max(size["epochs"] or 0 for size in sizes)) > 100:
+        console.print(f"{most:,.0f} epochs of the text teach nothing new: give more --data, or a smaller --ratio")
     finished, planned = sum(one.finished for one in to_train), [size for size in sizes if size["runs"]]
     total = "" if finished else ": how long they take is known when the first one has ended"
     if all(size["seconds"] is not None for size in planned):

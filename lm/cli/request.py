@@ -12,10 +12,12 @@ The way of `lm fit --config tiny.yaml --model.optimizer.lr 1e-3`:
 import copy
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
+from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args
 
@@ -31,6 +33,7 @@ from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
+from lm.system.parsing import read_object
 from lm.training.config import (
     SECTIONS,
     EvaluationConfig,
@@ -56,7 +59,14 @@ class Sections:
 
     def steps(self, world_size: int) -> Steps:
         """The optimizer steps of the run; RequestError for a length or a batch that does not come out even."""
-        return plan_steps(self.data, world_size, self.trainer.max_steps, self.trainer.max_tokens)
+        trainer, manifest = self.trainer, Path(self.data.path or "", "manifest.json")
+        if trainer.max_epochs and trainer.max_steps is None and trainer.max_tokens is None and manifest.is_file():
+            tokens = math.ceil(read_object(manifest)["splits"]["train"]["tokens"] * trainer.max_epochs)
+            raise RequestError(
+                f"trainer.max_epochs {trainer.max_epochs:g} is only a limit: give the length too, such as "
+                f"--trainer.max_tokens {tokens}"
+            )
+        return plan_steps(self.data, world_size, trainer.max_steps, trainer.max_tokens)
 
 
 CommandOptions = TypeVar("CommandOptions")  # `FitOptions`, `PlanOptions` ...
@@ -182,10 +192,16 @@ def describe_option(command: str, message: str) -> str:
     if "expected float" in problem and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", value):
         return f"{message}; did you mean {value.replace(',', '.')}?"
     ratio = f"{name.removesuffix('_steps')}_ratio"
-    if re.fullmatch(r"\d+(\.\d+)?%", value) and ratio in [option.name for option in all_options(command)]:
-        return f"{message}; a share of the steps is --{ratio} {float(value[:-1]) / 100:g}"
+    if re.fullmatch(r"\d+(\.\d+)?%", value):
+        share = f"{float(value[:-1]) / 100:g}"
+        if ratio in [option.name for option in all_options(command)]:
+            return f"{message}; a share of the steps is --{ratio} {share}"
+        if "expected float" in problem:
+            return f"{message}; did you mean {share}?"
+    if "'none'" in problem and value.lower() in ("off", "false", "no"):
+        return f"{message}; did you mean none?"
     if name == "model.optimizer.name":
-        return f"{message}; for another class give --model.optimizer.class_path, such as torch.optim.SGD"
+        return f"{message}; for another class give model.optimizer.class_path in its place, such as torch.optim.SGD"
     if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(value)):
         return f"{message}; did you mean {near}{', on an NVIDIA GPU from Hopper on' * near.startswith('fp8')}?"
     for option in all_options(command):

@@ -216,6 +216,7 @@ INTERVAL = 250  # the most optimizer steps between validations, and between chec
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
 WINDOW = "    sliding_window: {:_}  # window in tokens: a quarter of the context, in tiles of 128 (nanochat)\n"
+BIGRAMS = "  bigram_steps: {}  # before the first, in which embedding and output learn what follows a token (measured)\n"
 RESHUFFLE = "  reshuffle: documents  # shuffled in every epoch, so that no sample is repeated exactly\n"
 ONE_DEVICE = "1  # enough for so few samples"
 ALL_DEVICES = "auto  # all devices of the node; also under torchrun and SLURM"
@@ -234,7 +235,7 @@ trainer:
   val_interval: {interval}  # optimizer steps between validations
   checkpoint_interval: {interval}  # optimizer steps between checkpoints
   log_interval: 10  # optimizer steps between log lines
-  gradient_clip_val: 1.0  # largest global norm of the gradient
+{bigrams}  gradient_clip_val: 1.0  # largest global norm of the gradient
   precision: bf16-mixed  # bf16 compute with fp32 master weights
   devices: {devices}
   strategy: auto  # ddp on several devices; fsdp2 for a model that does not fit on one
@@ -365,6 +366,7 @@ def write_yaml(
         steps=recipe.steps,
         horizon=horizon,
         interval=interval(recipe.steps),
+        bigrams=BIGRAMS.format(recipe.bigram_steps) if recipe.bigram_steps else "",
         devices=ONE_DEVICE if samples_at_once == recipe.batch else ALL_DEVICES,
         # the optimizer
         optimizer=optimizer.optimizer_yaml.format(**numbers, matrices=MATRICES),

@@ -5,7 +5,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lm.cli.scale import ScaleRequest, manifest, scaled_config
+from lm.cli.scale import ScaleOptions, ScaleRequest, manifest, scaled_config
 from lm.cli.scaling_rules import rare_entries
 from lm.errors import RequestError
 from lm.runs.expected_loss import expected_loss, ladder_loss
@@ -34,6 +34,8 @@ def scale(**options: Any) -> None:
         raise RequestError(f"--{next(iter(request.timing))} is for a run of some hours: give --hours too")
     else:
         recipe, config = scaled_config(request)
+        if not Path(request.data).exists() and request.data != ScaleOptions().data:
+            log.info("%s is not there yet: `lm data prepare` makes it, as the config says", request.data)
         if recipe.multiplied > MANY * request.text_tokens:
             size, text = (
                 format_count(recipe.multiplied),

@@ -124,7 +124,10 @@ def _option_for(group: str, value: Any, options: Collection[str]) -> str:
     if isinstance(value, str) and f"{group}.{name}" in options:
         return f"give --{group}.{name} {value}, or in a config {group.rpartition('.')[2]}: {{{name}: {value}}}"
     first = next(option for option in options if option.startswith(f"{group}."))
-    return f"give one of them, such as --{first}, or null for their defaults"
+    *path, last = first.removeprefix(f"{group}.").split(".")
+    value = value if type(value) in (int, float) else "..."
+    entry = "".join(f"{{{part}: " for part in (*path, last)) + str(value) + "}" * (len(path) + 1)
+    return f"write {group.rpartition('.')[2]}: {entry} in a config, or give --{first} {value}; null is for the defaults"
 
 
 def dotted(settings: Mapping[str, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -272,7 +272,7 @@ def check_same_options(options: PrepareOptions) -> None:
     manifest = _read_manifest(Path(options.output))
     old, names = manifest["options"], [source["name"] for source in manifest["sources"]]
     parts = {part.partition("@")[0] for name in names for part in name.split("/")}  # without a revision of the hub
-    other_way = "give --data.prepare null to train on it as it is, or another data.path"
+    other_way = "take data.prepare out of the config, or give --data.prepare null, to train on it as it is"
     for text in options.input:
         if not re.search(r"[*?[]", text) and Path(text).name.partition("@")[0] not in {*parts, ""}:  # it may have moved
             raise RequestError(

@@ -221,6 +221,10 @@ def check_config_changes(run: Run, config: dict[str, Any], force: bool) -> dict[
     if fixed and not force:
         values = "; ".join(f"{key} was {before} and is {now} now" for key, (before, now) in fixed.items())
         fix = f"`{run.resume_command()}` resumes it as it was, or start a new run without --ckpt_path"
+        name = run.read("run.json").get("name", run.name)
+        others = [other for other in Run.all(run.path.parent, name) if other.path != run.path]
+        fits = [other.name for other in others if not not_allowed("resume", differences([other.settings(), config]))]
+        fix = f"give --run {fits[-1]}, which has these options, or {fix}" if fits else fix
         if not any(key.startswith("model.decoder") for key in not_allowed("branch", fixed)):
             fix += ", or give --force"
         raise RequestError(f"run {run.path} cannot be resumed with other options: {values}; {fix}")

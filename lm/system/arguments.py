@@ -84,6 +84,7 @@ def parse(
         if meant.split()[0] in (argument.partition("=")[0] for argument in arguments):  # `generate tiny --prompt The`
             meant = "--run {value}"
         fixed = meant.format(value=shlex.quote(value), name=name)
+        arguments = [re.sub(r"^(-o|--out(_dir)?)(?==|$)", "--output", argument) for argument in arguments]
         if any(argument.partition("=")[0] == "--output" for argument in arguments):
             fixed = fixed.partition(" --output ")[0]
         command = " ".join([prog, fixed, *map(shlex.quote, arguments)])
@@ -205,7 +206,9 @@ def shorten(message: str, known: list[str]) -> str:
     indent = re.search(r"Errors:\n( *)- ", message)
     errors = re.findall(rf"\n{indent[1]}- (.*(?:\n{indent[1]} {{4}}.*)*)", message) if indent else []
     if reasons := [each for each in errors if "NoneType" not in each]:
-        value = re.search(r"class_path'?[=:] ?'(\S+?)'", message) or re.search(r"(?s)Given value: (.*)", message)
+        of_class, whole = r"class_path'?[=:] ?'(\S+?)'", re.search(r"(?s)Given value: (.*)", message)
+        several = len(set(re.findall(of_class, message))) > 1  # of which one is wrong
+        value = None if several else re.search(of_class, message) or whole
         # Keep the error of a class itself, not that the value is of no other type.
         text = ", or ".join([each for each in reasons if not each.startswith(("Expected", "Not a"))] or reasons)
         text += f", got {value[1]}" if value and not re.search("[Gg]ot |class_path| is missing", text) else ""

@@ -9,7 +9,7 @@ MAX_OPTIONS, MAX_UNKNOWN = 10, 6  # options listed in a message
 
 # Our option -> the last part of other names for it. Only options that the command has are suggested.
 OPTIONS = {
-    "trainer.max_steps": "max_iters num_steps train_steps total_steps limit_train_batches",
+    "trainer.max_steps": "max_iters num_steps train_steps total_steps limit_train_batches iterations",
     "trainer.val_interval": "val_check_interval eval_interval eval_every eval_steps val_every",
     "trainer.checkpoint_interval": "save_every save_interval save_steps save_every_n_steps ckpt_interval "
                                    "checkpoint_every",
@@ -28,7 +28,7 @@ OPTIONS = {
     "model.attention": "attn_implementation",
     "model.schedule.decay_steps": "lr_decay_iters",
     "model.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps",
-    "model.schedule.final_fraction": "min_lr min_lr_ratio",
+    "model.schedule.final_fraction": "min_lr_ratio",
     "model.optimizer.eps": "adam_epsilon epsilon",
     "model.decoder.hidden_size": "n_embd n_embed d_model dim embed_dim width",
     "model.decoder.num_hidden_layers": "n_layer n_layers num_layers depth",
@@ -37,7 +37,6 @@ OPTIONS = {
     "model.decoder.intermediate_size": "ffn_dim d_ff mlp_dim n_inner",
     "model.decoder.max_position_embeddings": "context_length block_size max_seq_len sequence_len n_ctx context "
                                              "max_length",
-    "data.val_tokens": "limit_val_batches eval_iters",
     "data.path": "dataset data_path data_dir",
     "seed_everything": "seed",
     "max_new_tokens": "max_tokens max_length",
@@ -78,6 +77,8 @@ FIXES = {
     "give --trainer.accelerator cpu, or gpu, or leave it out: a GPU that is there is used": "device",
     "`lm plan` with the same options trains nothing, and says what the run would be": "dry_run",
     "give --run NAME": "name run_name",
+    "give model.schedule.final_fraction, a fraction of lr: 0.1 ends at a tenth of it": "min_lr",
+    "give data.val_tokens, which counts tokens and not batches: 64K": "limit_val_batches eval_iters",
     "give --ckpt_path auto, which resumes the newest run of this config; `last` or a folder chooses":
         "resume resume_from",
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",

@@ -139,8 +139,7 @@ def plan_steps(
     elif max_steps is None or max_tokens is not None:
         have = "neither is" if max_steps is None else "both are"
         raise RequestError(
-            f"give one of trainer.max_steps and trainer.max_tokens (max_epochs is only a limit, and `lm plan` says how "
-            f"many epochs the steps are); {have} set"
+            f"give one of trainer.max_steps and trainer.max_tokens (max_epochs is only a limit); {have} set"
         )
     require_at_least(1, "trainer.", max_steps=max_steps)
     return Steps(seq_len, micro_batch_size, world_size, tokens_per_step // tokens_at_once, max_steps, done)

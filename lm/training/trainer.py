@@ -125,7 +125,7 @@ class Trainer(PatchedTrainer):
         for problem in find_problems(options, model.options, device):
             raise RequestError(str(problem))
         run_state = self.run_state
-        run_state.start = read_progress(ckpt_path)
+        run_state.start, run_state.new_weights = read_progress(ckpt_path), ckpt_path is None
         done = run_state.start.step, run_state.start.samples
         run_state.steps = plan_steps(datamodule, self.world_size, self.options.max_steps, self.options.max_tokens, done)
         max_steps = run_state.steps.max_steps

@@ -33,7 +33,7 @@ class BigramStart(Callback):
         self.steps = steps
 
     def on_model_built(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        if trainer.ckpt_path is not None or trainer.state.fn != "fit":
+        if trainer.state.fn != "fit" or not pl_module.run_state.new_weights:
             return
         began, data, decoder = time.monotonic(), trainer.datamodule, pl_module.decoder
         epoch = int(data.shards["train"].index.windows(data.seq_len).sum())

@@ -84,7 +84,7 @@ def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
         if isinstance(part, nn.Embedding) or name.split(".")[-1] == "lm_head"
     }
     embeddings = sum(table.numel() for table in tables.values())
-    data, steps = trainer.datamodule, trainer.steps
+    data, steps, optimizer = trainer.datamodule, trainer.steps, module.options.optimizer
     tokens = {split: document_tokens(shards) for split, shards in data.shards.items()}
     epochs = f"{steps.tokens(steps.max_steps) / tokens['train']:.2f} epochs"
     if data.source_names:
@@ -99,6 +99,8 @@ def describe_fit(trainer: Trainer, module: LanguageModule) -> list[str]:
         f"training, {format_count(tokens.get('val', 0))} for validation",
         f"training: {plural(steps.max_steps, 'step')} of {steps.tokens_per_step:,} tokens = "
         f"{format_count(steps.tokens(steps.max_steps))} tokens, {epochs}; a step is {steps}",
+        f"optimizer: {optimizer.class_path or optimizer.name}, peak learning rate {optimizer.lr:g}, "
+        f"schedule {module.options.schedule.name}",
         f"weights: {_origin(trainer)}",
     ]
 
