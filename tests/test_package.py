@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 from pathlib import Path
 
@@ -103,3 +105,49 @@ def test_a_release_has_notes_and_needs_every_other_job():
     assert set(jobs["release"]["needs"]) == jobs.keys() - {"release"}
     assert {"run": "bash .ci/run"} in jobs["linux"]["steps"]
     assert f"\n## {__version__}" in (ROOT / ".github/RELEASES.md").read_text()
+
+
+def test_what_ci_installs_is_what_the_requirements_allow():
+    """Without the `.ci/lock` that writes the list again, CI would test other versions than a change asks for."""
+    requirements = pytest.importorskip("packaging.requirements")
+    ci = {"sys_platform": "linux", "platform_machine": "x86_64", "python_version": "3.11", "extra": ""}
+    lines = [line.split(" --hash=sha256:") for line in (ROOT / ".ci/lock.txt").read_text().splitlines()[1:]]
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for _, digest in lines)
+    listed = {re.sub("[._]", "-", name.lower()): version for name, version in (one.split("==") for one, _ in lines)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in project["dependencies"] + project["optional-dependencies"]["test"]:
+        wanted = requirements.Requirement(text)
+        if not wanted.marker or wanted.marker.evaluate(ci):
+            assert wanted.name in listed and wanted.specifier.contains(listed[wanted.name], prereleases=True), text
+
+
+def prose(page: Path) -> str:
+    """The Markdown of a page or a notebook, without its blocks of code."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", each) for each in re.findall("^#+ (.+)$", prose(page), re.M))
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_links_lead_somewhere_and_the_readme_leads_to_the_page_of_every_folder():
+    folders = [ROOT / name for name in (".github", "configs", "lm", "notebooks", "tests")]
+    pages = [
+        ROOT / "README.md",
+        *(page for folder in folders for page in folder.rglob("*") if page.suffix in (".md", ".ipynb")),
+    ]
+    found = {}
+    for page in pages:
+        for link in re.findall(r"\]\(([^)]+)\)", prose(page)):
+            name, _, anchor = re.sub(r"\s", "", link).partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if "://" not in name and page.name != "postmortem.md":  # a template
+                assert target.exists() and (not anchor or anchor in anchors(target)), (page, link)
+                found.setdefault(page, set()).add(target)
+    assert {page for page in pages[1:] if page.name == "README.md"} <= found[pages[0]]
