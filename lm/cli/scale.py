@@ -216,7 +216,7 @@ INTERVAL = 250  # the most optimizer steps between validations, and between chec
 VALIDATED = 16  # batches a validation reads after so many steps: a fiftieth of their work
 
 WINDOW = "    sliding_window: {:_}  # window in tokens: a quarter of the context, in tiles of 128 (nanochat)\n"
-BIGRAMS = "  bigram_steps: {}  # before the first, in which embedding and output learn what follows a token (measured)\n"
+BIGRAMS = "  bigram_init: true  # embedding and output begin with which token follows which in the data (measured)\n"
 RESHUFFLE = "  reshuffle: documents  # shuffled in every epoch, so that no sample is repeated exactly\n"
 ONE_DEVICE = "1  # enough for so few samples"
 ALL_DEVICES = "auto  # all devices of the node; also under torchrun and SLURM"
@@ -366,7 +366,7 @@ def write_yaml(
         steps=recipe.steps,
         horizon=horizon,
         interval=interval(recipe.steps),
-        bigrams=BIGRAMS.format(recipe.bigram_steps) if recipe.bigram_steps else "",
+        bigrams=BIGRAMS if recipe.bigram_init else "",
         devices=ONE_DEVICE if samples_at_once == recipe.batch else ALL_DEVICES,
         # the optimizer
         optimizer=optimizer.optimizer_yaml.format(**numbers, matrices=MATRICES),

@@ -15,8 +15,7 @@ from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import RULES
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
-BIGRAM_STEPS = 20  # in which embedding and output matrix learn bigrams
-BIGRAM_RUN, BIGRAM_SHARE = 1_000, 0.03  # of runs of so many optimizer steps, and for so much of their FLOPs, at most
+BIGRAM_RUN, BIGRAM_VOCABULARY = 1_000, 8_192  # optimizer steps and tokens, up to which a run begins with bigrams
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
@@ -73,15 +72,13 @@ class Recipe:
         return RULES[self.optimizer].learning_rate(self.decoder, self.block_flops, self.batch_tokens)
 
     @property
-    def bigram_steps(self) -> int:
-        """Steps in which embedding and output matrix learn bigrams before the first; 0 where it is not worth it.
+    def bigram_init(self) -> bool:
+        """Whether the run begins with embedding and output matrix from bigrams of the data.
 
         Measured in runs of 300 and 600 steps (tests/benchmarks/README.md, "Bigrams before the first step").
         """
-        pairs = self.decoder.vocab_size**2  # each multiplied in a forward and a backward pass
-        cost = 6 * BIGRAM_STEPS * pairs * self.decoder.hidden_size
-        worth_it = self.optimizer == "muon" and self.steps <= BIGRAM_RUN and cost <= BIGRAM_SHARE * self.flops
-        return BIGRAM_STEPS if worth_it else 0
+        small = self.steps <= BIGRAM_RUN and self.decoder.vocab_size <= BIGRAM_VOCABULARY
+        return self.optimizer == "muon" and small
 
     @property
     def memory(self) -> float:

@@ -244,8 +244,8 @@ class TrainerConfig:
             takes longer than half of them is dropped. After all of them the process ends, and the run resumes from its
             newest checkpoint.
         log_interval: Optimizer steps between log lines.
-        bigram_steps: Steps of Adam, before the first of a new run, in which embedding and output matrix alone learn how
-            often each token of the data follows each other one; 20 are enough, and help runs of about 1,000 steps.
+        bigram_init: Begin a new run with embedding and output matrix that are made from how often each token of the
+            data follows each other one, in place of random ones; for short runs.
         early_stopping: When to stop before the last step; off unless a patience is given.
         gradient_clip_val: Largest global norm of the gradient; none: no clipping.
         precision: Number format. A half precision that is slow on this CPU is replaced by one that is not. The FP8
@@ -278,7 +278,7 @@ class TrainerConfig:
     keep_every: Count | None = None
     stop_within: float = 15.0
     log_interval: Count = Count(10)
-    bigram_steps: Count = Count(0)
+    bigram_init: bool = False
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     gradient_clip_val: float | None = 1.0
     precision: Precision = "32-true"

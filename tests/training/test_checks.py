@@ -45,10 +45,10 @@ def test_a_vocabulary_smaller_than_the_tokenizers():
 
 
 def test_tied_matrices_learn_no_bigrams():
-    [line] = found({"bigram_steps": 20}, {"tie_word_embeddings": True})
+    [line] = found({"bigram_init": True}, {"tie_word_embeddings": True})
     assert (
         "needs an output matrix of its own" in line
-        and found({"bigram_steps": 20}, {"tie_word_embeddings": False}) == []
+        and found({"bigram_init": True}, {"tie_word_embeddings": False}) == []
     )
 
 

@@ -8,7 +8,7 @@ from trainings import equipment, fit, make_workplace
 CALLBACKS = "lm.training.callbacks."
 MISSING = (
     *(CALLBACKS + name for name in (
-        "alerts", "bigrams", "budget", "call_thread", "events", "postmortem", "predictions", "samples",
+        "alerts", "bigram_init", "budget", "call_thread", "events", "postmortem", "predictions", "samples",
         "throughput_floor",
     )),
     "lm.training.alerts", "lm.training.out_of_memory", "lm.training.plain_run_state", "lm.runs.expectations",

@@ -51,7 +51,7 @@ ROWS = {
     "fp8": Row({}, [("SIGTERM", 11)], [equipment("test_precision.Emulated")]),
     "a custom model": Row(HEAD_RATE, [("SIGKILL", 9)], program=["my_gru.py"]),
     "unusual weights": Row({"model.variant": UNUSUAL}, [("SIGKILL", 9)], program=["bigram.py"]),
-    "bigrams at the start": Row({"trainer.bigram_steps": 20, "model.decoder.tie_word_embeddings": False},
+    "bigrams at the start": Row({"trainer.bigram_init": True, "model.decoder.tie_word_embeddings": False},
                                 [("SIGKILL", 3), ("SIGKILL", 9)]),  # first without a checkpoint
     # Killed in the middle of its five steps, which are 5 to 9.
     "the drill of a spike": Row({"guards.inject_step": 5}, [("SIGKILL", 15)], marks=[pytest.mark.fault(9)]),

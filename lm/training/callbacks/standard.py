@@ -35,7 +35,7 @@ def standard_callbacks(
         Heartbeat(),
         RunLog(trainer.log_interval),
         Throughput(),
-        ("bigrams", "BigramStart", trainer.bigram_steps or None),
+        ("bigram_init", "BigramInit", trainer.bigram_init or None),
         ("postmortem", "SpikeInjection", guards.inject_step),
         Guard(NotFinite(guards.not_finite, guards.max_skipped)),
         ("alerts", "Alerts", guards.alerts or None),
