@@ -40,8 +40,6 @@ from lm.system.files import write_atomically
 from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
-LARGE_UNIT = 2 * 2**30  # bytes of text
-ENCODED_PER_SECOND = 30e6  # bytes of text, by one process: tests/benchmarks/README.md, "From text to shards"
 PARTS = ".parts"  # folder of what is done, in the folder of the shards
 
 
@@ -65,10 +63,6 @@ class Preparation:
         return [unit for unit in units if not record_path(unit, self.recipe).exists()]
 
     def encode(self, units: list[Unit]) -> None:
-        for unit in units:
-            if unit.text_bytes > LARGE_UNIT:  # of a compressed file, which only one process can read
-                file, minutes = unit.slices[0][0], unit.text_bytes / ENCODED_PER_SECOND / 60
-                log.info(f"{file.name} is read by one process, for about {minutes:.0f} minutes; smaller files at once")
         tasks = [(unit, self.recipe) for unit in units]
         run_tasks(encode_unit, tasks, [unit.text_bytes for unit in units], "encoding", self.options.workers)
 
