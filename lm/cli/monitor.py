@@ -26,7 +26,7 @@ from lm.cli.charts import chart
 from lm.cli.runs_show import STYLES
 from lm.runs.facts import LiveRun
 from lm.runs.find import find_run, known_folders, no_run
-from lm.runs.history import Series, smooth
+from lm.runs.history import Series
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import ROOT, Run
 from lm.system.parsing import DAMAGE_ERRORS, to_json
@@ -249,15 +249,13 @@ def in_row(facts: list[Fact]) -> Columns:
 
 @dataclass
 class LossChart:
-    """The training loss, a smoothed line through it, and the validations, in the space which rich gives them."""
+    """The training loss and the validations, in the space which rich gives them."""
 
     watch: LiveRun
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         loss, validation = self.watch.curve("train/loss"), self.watch.curve("val/loss")
-        smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
-        curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
-        shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 120)]
+        shown = [curve for curve in (loss, Series("validation", validation.x, validation.y)) if curve.x]
         size, y_range = (options.max_width, options.height or options.max_height), range_after_start(loss, validation)
         yield chart(shown, *size, "step", "" if len(shown) > 1 else "loss", y_range)
 

@@ -66,7 +66,7 @@ def run_row(run: Run) -> dict[str, Any]:
 
 # ---- a run while it trains -------------------------------------------------------------------------------------------
 
-MAX_POINTS = 1024  # of a curve
+MAX_POINTS = 256  # of a curve; each is the mean of its lines, which smooths the losses of a long run
 CURVES = ("train/loss", "val/loss")
 MAX_ALERTS = 20  # of the newest
 SHOWN = "status reason phase host device world_size step max_steps tokens max_tokens metrics".split()
