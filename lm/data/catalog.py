@@ -164,6 +164,9 @@ def _from_manifest(
     facts = manifest["splits"][split]
     entries = {entry["file"]: entry for entry in facts["shards"]}
     packed = PackedRows(*manifest["packed"]) if manifest.get("packed") else None
+    stored = sum(sum(entry["row_groups"]) for entry in facts["shards"])
+    if stored < facts["tokens"] or packed is None and stored > facts["tokens"]:  # packed rows have padding too
+        raise RequestError(f"{place} is damaged: its row groups have not the tokens of the split; {start_again}")
     text_ratio = facts["bytes"] / counted if (counted := facts.get("token_bytes")) else None
     known = {"text_ratio": text_ratio, "packed": packed, "labels": manifest.get("labels", False)}
     files = {f"{split}/{shard.name}": replace(shard, **known) for shard in shards}

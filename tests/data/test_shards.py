@@ -129,6 +129,8 @@ def test_a_manifest_with_a_wrong_count_is_found_when_read(tmp_path):
     write_folder(tmp_path / "train", [50])
     write_manifest(tmp_path)
     change_manifest(tmp_path, lambda manifest, shards: shards[0].update(row_groups=[28, 23]))
+    refuses("manifest.json is damaged: its row groups have not the tokens of the split", tmp_path / "train")
+    change_manifest(tmp_path, lambda manifest, shards: manifest["splits"]["train"].update(tokens=51))
     with pytest.raises(RunError, match="00000.parquet, row group 1 holds 22 tokens where .* manifest says 23"):
         Shards.open(str(tmp_path / "train")).read(0)
 
