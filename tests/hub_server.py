@@ -8,15 +8,14 @@ imported, so tests either start commands or set its constant.
 import hashlib
 import json
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain, repeat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from faulty_server import FaultyHandler, FaultyServer
 
 PAGE = 3  # entries of a page of the tree; the hub's have 1,000
 LFS_SUFFIXES = (".parquet", ".gz", ".bin")
@@ -30,7 +29,7 @@ class Fault(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(FaultyServer):
     """Repositories of data sets.
 
     Attributes:
@@ -39,26 +38,18 @@ class Hub(ThreadingHTTPServer):
         private: repositories that need `token`.
         environment: what makes a process find it.
         requests: how often each was made, such as `GET /api/datasets/o/n/tree/main`; those that failed too.
-        met: how often each kind of fault was met; None counts what was answered well.
         sent: bytes of files that were sent.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
     token = "hf_test"
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repositories: dict[str, list[dict[str, bytes]]] = {}
         self.private: set[str] = set()
         self.environment = {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": ""}
         self.sent = 0
         self.requests: Counter[str] = Counter()
-        self.met: Counter[int | str | None] = Counter()
-        self.well = threading.Event()  # what stalls goes on
-        self._faults: Iterator[Fault | None] = repeat(None)
-        self._afflicted = re.compile("")
-        self._lock = threading.Lock()
 
     @property
     def endpoint(self) -> str:
@@ -84,35 +75,22 @@ class Hub(ThreadingHTTPServer):
         return (revision, commits[ids.index(revision)]) if revision in ids else None
 
     def fail(self, faults: Iterable[Fault | None], requests: str = "") -> None:
-        """From now on requests in which this expression is found meet these faults in turn, and then none."""
-        with self._lock:
-            self._faults, self._afflicted = chain(faults, repeat(None)), re.compile(requests)
-            self.met.clear()
-            self.requests.clear()
-            self.sent = 0
+        super().fail(faults, requests)
+        self.requests.clear()
+        self.sent = 0
 
     def next_fault(self, request: str) -> Fault | None:
         with self._lock:
-            fault = next(self._faults) if self._afflicted.search(request) else None
-            self.met[fault and fault.kind] += 1
             self.requests[request] += 1
-            return fault
+        return super().next_fault(request)
 
     def count(self, requests: str) -> int:
         """How many requests were made in which this expression is found."""
         with self._lock:
             return sum(number for request, number in self.requests.items() if re.search(requests, request))
 
-    def handle_error(self, request: object, address: object) -> None:
-        """A client that went away is no news here."""
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
+class _Handler(FaultyHandler):
     def answer(self) -> None:
         url = urlsplit(self.path)
         form = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
@@ -217,10 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(status, content, headers)
 
     def send(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
-        self.send_response_only(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
+        self.head(status, {**headers, "Content-Length": str(len(body))})
         if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if self.cut else body)
         self.close_connection = self.close_connection or self.cut
@@ -251,15 +226,6 @@ def _entries(files: Mapping[str, bytes]) -> dict[str, dict]:
     return entries
 
 
-@contextmanager
-def hub_server() -> Iterator[Hub]:
+def hub_server() -> AbstractContextManager[Hub]:
     """A hub without repositories."""
-    hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.well.set()
-        hub.shutdown()
-        hub.server_close()
+    return Hub().serving()

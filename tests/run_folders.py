@@ -16,7 +16,6 @@ GIB = 2**30
 GPU = {
     "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
     "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
-    "clocks_limited_by": ["thermal"],
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from lm.data.config import PrepareOptions
 from lm.data.document_ends import describe_ends
 from lm.data.parquet import Column
 from lm.data.prepare import plan_only, prepare, prepare_part
-from lm.data.shard_index import IndexedShard, write_index
+from lm.data.shard_index import write_index
 from lm.data.shard_statistics import padding_fraction
 from lm.data.shards import Shards
 from lm.data.tokenizer import Tokenizer
@@ -117,8 +117,7 @@ def index(path: str, tokenizer: str | None = None, column: str = "input_ids", pa
     sha256 = made_with and made_with.sha256
     ids = Column(column, made_with and made_with.vocab_size, pad_id, made_with and made_with.eos_id)
     shards, _ = find_shards(path, ids, sha256, use_index=False)
-    facts = {shard.name: IndexedShard(*(getattr(shard, name) for name in IndexedShard._fields)) for shard in shards}
-    write_index(Path(path) / INDEX, facts, ids, sha256)
+    write_index(Path(path) / INDEX, shards, ids, sha256)
     tokens = sum(sum(shard.row_groups) for shard in shards)
     log.info("%s/%s: %s, %s tokens", path, INDEX, plural(len(shards), "shard"), format_count(tokens))
 

@@ -26,7 +26,7 @@ from lm.cli.charts import chart
 from lm.cli.runs_show import STYLES
 from lm.runs.facts import LiveRun
 from lm.runs.find import find_run, known_folders, no_run
-from lm.runs.history import Series, smooth
+from lm.runs.history import Series
 from lm.runs.metrics import BY_SOURCE, METRICS, Metric
 from lm.runs.run import ROOT, Run
 from lm.system.parsing import DAMAGE_ERRORS, to_json
@@ -175,9 +175,9 @@ def machine_facts(state: dict[str, Any], most: int) -> list[Fact]:
         return []
     try:
         gpus = reading["gpus"] or []
-        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", *_gpu(gpu)) for gpu in gpus]
+        facts = [("GPU" if gpu["index"] is None else f"GPU {gpu['index']}", _gpu(gpu), "") for gpu in gpus]
         if len(gpus) > most:
-            facts = [(f"{len(gpus)} GPUs", *_gpu(combine_gpus(gpus)))]
+            facts = [(f"{len(gpus)} GPUs", _gpu(combine_gpus(gpus)), "")]
         cpu, memory, process = reading["cpu"], reading["memory"], reading["process"]
         if cpu["load_percent"] is not None:
             facts.append(("CPU", f"{cpu['load_percent']:.0f}% of {cpu['cores']} cores", ""))
@@ -197,13 +197,11 @@ def combine_gpus(gpus: list[dict[str, Any]]) -> dict[str, Any]:
         **dict.fromkeys(("power_watts", "power_limit_watts"), sum),
     }
     known = {name: [gpu[name] for gpu in gpus if gpu[name] is not None] for name in summaries}
-    combined = {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
-    limits = dict.fromkeys(limit for gpu in gpus for limit in gpu["clocks_limited_by"] or [])
-    return {**combined, "clocks_limited_by": list(limits)}
+    return {name: summary(known[name]) if known[name] else None for name, summary in summaries.items()}
 
 
-def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
-    """A GPU's figures in a line, and its style: yellow where something limits its clocks."""
+def _gpu(gpu: dict[str, Any]) -> str:
+    """A GPU's figures in a line."""
     parts = []
     if gpu["load_percent"] is not None:
         parts.append(f"{gpu['load_percent']:.0f}%")
@@ -214,8 +212,7 @@ def _gpu(gpu: dict[str, Any]) -> tuple[str, str]:
     if gpu["power_watts"] is not None:
         limit = "" if gpu["power_limit_watts"] is None else f"/{gpu['power_limit_watts']:.0f}"
         parts.append(f"{gpu['power_watts']:.0f}{limit} W")
-    limits = gpu["clocks_limited_by"] or []
-    return " ".join([*parts, ", ".join(limits)]).strip() or "not known", "yellow" if limits else ""
+    return " ".join(parts) or "not known"
 
 
 def _of(used: int, total: int | None) -> str:
@@ -252,15 +249,13 @@ def in_row(facts: list[Fact]) -> Columns:
 
 @dataclass
 class LossChart:
-    """The training loss, a smoothed line through it, and the validations, in the space which rich gives them."""
+    """The training loss and the validations, in the space which rich gives them."""
 
     watch: LiveRun
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         loss, validation = self.watch.curve("train/loss"), self.watch.curve("val/loss")
-        smoothed = smooth(loss.y, 1 - 1 / max(1.0, len(loss.y) / 60))
-        curves = [loss, Series("smoothed", loss.x, smoothed), Series("validation", validation.x, validation.y)]
-        shown = [curve for curve in curves if curve.x and (curve.name != "smoothed" or len(loss.x) > 120)]
+        shown = [curve for curve in (loss, Series("validation", validation.x, validation.y)) if curve.x]
         size, y_range = (options.max_width, options.height or options.max_height), range_after_start(loss, validation)
         yield chart(shown, *size, "step", "" if len(shown) > 1 else "loss", y_range)
 

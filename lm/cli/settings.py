@@ -83,6 +83,8 @@ def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
             if typed and kinds.get(typed[-1][0], "").startswith("tuple"):
                 name, first = typed[-1]
                 hint = f"; did you mean --{name} '[{first}, {value}]'?"
+            elif typed and str(typed[-1][1]).startswith(("[", "{")):
+                hint = "; a list or mapping needs quotes around it"
             raise RequestError(f"{shown(value)} belongs to no option{hint}")
         name = SHORT.get(option) or option.removeprefix("--")
         is_mapping = name in groups or name.endswith(".init_args")  # as in `--model.schedule '{name: wsd}'`

@@ -102,10 +102,8 @@ def find_shards(
     if listing.is_folder and use_index and (index := listing.files.get(INDEX)):
         from lm.data.shard_index import read_index
 
-        sizes = {shard.name: shard.size for shard in shards}
         with open_file(listing.filesystem, index.path, source, patience) as file:
-            indexed, vocab_size = read_index(file.read(), source, sizes, column, tokenizer_sha256)
-        return [replace(shard, **indexed[shard.name]._asdict()) for shard in shards], vocab_size
+            return read_index(file.read(), source, shards, column, tokenizer_sha256)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return list(pool.map(lambda shard: _from_footer(shard, tokenizer_sha256), shards)), None
 

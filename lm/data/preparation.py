@@ -31,7 +31,7 @@ from lm.data.encoder import id_type
 from lm.data.overlap import describe_shared
 from lm.data.parquet import COLUMN, LAYOUT, PackedRows
 from lm.data.shards import Shards
-from lm.data.splits import Repeated, Split, divide, divide_conversations
+from lm.data.splits import Repeated, Split, divide
 from lm.data.text_files import TextFile
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
@@ -40,8 +40,6 @@ from lm.system.files import write_atomically
 from lm.system.units import format_count, plural
 
 log = logging.getLogger(__name__)
-LARGE_UNIT = 2 * 2**30  # bytes of text
-ENCODED_PER_SECOND = 30e6  # bytes of text, by one process: tests/benchmarks/README.md, "From text to shards"
 PARTS = ".parts"  # folder of what is done, in the folder of the shards
 
 
@@ -65,29 +63,26 @@ class Preparation:
         return [unit for unit in units if not record_path(unit, self.recipe).exists()]
 
     def encode(self, units: list[Unit]) -> None:
-        for unit in units:
-            if unit.text_bytes > LARGE_UNIT:  # of a compressed file, which only one process can read
-                file, minutes = unit.slices[0][0], unit.text_bytes / ENCODED_PER_SECOND / 60
-                log.info(f"{file.name} is read by one process, for about {minutes:.0f} minutes; smaller files at once")
         tasks = [(unit, self.recipe) for unit in units]
         run_tasks(encode_unit, tasks, [unit.text_bytes for unit in units], "encoding", self.options.workers)
 
     def divide(self) -> tuple[list[Split], Repeated]:
         records = [json.loads(record_path(unit, self.recipe).read_text()) for unit in self.units]
         parts = [part for record in records for part in record["parts"]]
-        fraction, keep = self.recipe.val_fraction, self.options.keep_duplicates
-        if not self.options.chat:
-            return divide(parts, fraction, self.tokenizer, self.parts, keep)
-        cut, left_out = (sum(record["conversations"][name] for record in records) for name in ("cut", "left_out"))
+        if self.options.chat:
+            self._check_conversations(parts, [record["conversations"] for record in records])
+        return divide(parts, self.recipe, self.tokenizer, self.options.keep_duplicates)
+
+    def _check_conversations(self, parts: list[dict[str, Any]], counts: list[dict[str, int]]) -> None:
+        """Say how many conversations are cut or left out; RequestError if none is left."""
         if not parts:
             where = ", ".join(self.options.input)
             raise RequestError(f"{where}: no conversation has an answer of the assistant, which is what is learned")
         within = f"{self.recipe.chat_tokens:,} tokens (--seq_len)"
-        if cut:
+        if cut := sum(count["cut"] for count in counts):
             log.warning(f"cut at the end: {plural(cut, 'conversation')} of more than {within}")
-        if left_out:
+        if left_out := sum(count["left_out"] for count in counts):
             log.warning(f"left out: {plural(left_out, 'conversation')} without an answer in the first {within}")
-        return divide_conversations(parts, fraction, self.parts, keep)
 
     def shards(self, split: Split) -> list[ShardTask]:
         """The shards of a split, each filled in turn."""

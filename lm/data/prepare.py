@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from hashlib import blake2b
@@ -28,13 +28,11 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import Interrupted, RequestError
 from lm.system.files import write_atomically
 from lm.system.parsing import read_object
-from lm.system.units import format_bytes, listed, plural
+from lm.system.units import listed, plural
 
 log = logging.getLogger(__name__)
 
-TOKENS_PER_BYTE = 0.22  # a token of 32,768 has 4.5 bytes of program sources, and 2 bytes or more on the disk
 VAL_BYTES = 80_000  # of text, 10,000 tokens or more; a loss over fewer is mostly noise
-CHANGED = ("Aa", "é", "a.b", "a  b", "a\nb")  # by tokenizers that fold letters or insert blanks between words
 PLAN, LOCK = f"{PARTS}/plan.json", ".lock"
 
 
@@ -52,9 +50,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
                     write_atomically(output / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
                 (output / LOCK).unlink(missing_ok=True)
         except KeyboardInterrupt as error:
-            done = {file.name for file in (output / PARTS).glob("*")} - {Path(PLAN).name}
-            action = "continues from here" if done else "begins again"
-            raise Interrupted(f"stopped; the same command {action}") from error
+            raise Interrupted("stopped; the same command continues from here") from error
     shutil.rmtree(output / PARTS, ignore_errors=True)
     return manifest
 
@@ -113,10 +109,6 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
         )
     if holds_other_files(output):
         raise RequestError(f"{output} holds other files: {fix_other_files(output)}")
-    if not (output / PLAN).exists() and not (output / MANIFEST).exists():
-        _check_disk(output, files)
-    if known is not None and not (output / MANIFEST).exists() and (loss := describe_loss(known)):
-        log.warning("%s", loss)
     return options, files, known, _plan(options, files, known)
 
 
@@ -140,17 +132,6 @@ def _context(tokenizer: str) -> int | None:
     """The context of the model in a tokenizer's folder; None if there is no model."""
     file = Path(tokenizer) / "config.json"
     return read_object(file).get("max_position_embeddings") if file.is_file() else None
-
-
-def _check_disk(output: Path, files: list[TextFile]) -> None:
-    """RequestError where the shards and the encoded units that they are copied from would not fit on the disk."""
-    tokens = TOKENS_PER_BYTE * sum(file.size * (2 if file.compression else 1) for file in files if file.kind != "flat")
-    needed, place = int(tokens * 4), next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if needed > (free := shutil.disk_usage(place).free):
-        raise RequestError(
-            f"{output} needs about {format_bytes(needed)} for shards and encoded text, and its disk has "
-            f"{format_bytes(free)} free: give an --output on another"
-        )
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
@@ -255,16 +236,6 @@ def _read_manifest(output: Path) -> dict[str, Any]:
     # Of folders made before there were these options.
     old = {"packing": "stream", "keep_duplicates": False, "chat": False}
     return manifest | {"options": {**old, **manifest["options"]}}
-
-
-def describe_loss(tokenizer: Tokenizer) -> str | None:
-    """How encoding changes a text; None if decoding restores texts, except for unknown tokens."""
-    for text in CHANGED:
-        with suppress(RequestError):
-            ids = tokenizer.encode(text)
-            if tokenizer.vocabulary.get(tokenizer.unknown) not in ids and (decoded := tokenizer.decode(ids)) != text:
-                return f"encoding with this tokenizer is lossy: {text!r} is decoded as {decoded!r}"
-    return None
 
 
 def check_same_options(options: PrepareOptions) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm.data.encode import COUNTS, DOCUMENT, DOCUMENTS, Slice, part_ids
+from lm.data.encode import COUNTS, DOCUMENT, DOCUMENTS, Recipe, Slice, part_ids
 from lm.data.encoder import id_type
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
@@ -41,40 +41,38 @@ class PartDocuments(NamedTuple):
 
 
 def divide(
-    parts: list[dict[str, Any]], val_fraction: float, tokenizer: Tokenizer, folder: Path, keep_duplicates: bool = False
+    parts: list[dict[str, Any]], recipe: Recipe, tokenizer: Tokenizer, keep_duplicates: bool
 ) -> tuple[list[Split], Repeated]:
     """Make splits from the parts of all units: "train", and "val" unless no validation was asked for."""
-    documents, repeated = read_documents(parts, folder, keep_duplicates)
+    documents, repeated = read_documents(parts, recipe.folder, keep_duplicates)
     train, val = (_gather(name, [part for part in documents if part.split == name]) for name in ("train", "val"))
-    if train.slices and (val.slices or val_fraction == 0):
+    if train.slices and (val.slices or recipe.val_fraction == 0):
         return [train, val] if val.slices else [train], repeated
     if repeated.of_validation and not train.slices:
         raise RequestError("all documents of the training data are in the validation data too: give other text for one")
     if not train.slices and not val.slices:
         raise RequestError("the input holds no text: every document is empty")
     only = train if train.slices else val._replace(name="train")
-    return _cut(only, val_fraction, tokenizer, folder) if val_fraction > 0 else [only], repeated
+    if recipe.val_fraction == 0:
+        return [only], repeated
+    if recipe.chat_tokens is not None:
+        return _hold_out_last(documents, recipe.val_fraction), repeated
+    return _cut(only, recipe.val_fraction, tokenizer, recipe.folder), repeated
 
 
-def divide_conversations(
-    parts: list[dict[str, Any]], val_fraction: float, folder: Path, keep_duplicates: bool
-) -> tuple[list[Split], Repeated]:
-    """As `divide`, but none is cut: if all of few are in one split, the last of them are held out."""
-    documents, repeated = read_documents(parts, folder, keep_duplicates)
-    if val_fraction > 0 and len({part.split for part in documents if part.kept.any()}) < 2:
-        total = sum(int(part.kept.sum()) for part in documents)
-        if total < 2:
-            raise RequestError("a single conversation is too little to hold some out: --val_fraction 0 trains on it")
-        held_out, number = total - max(1, round(total * val_fraction)), 0
-        divided = []
-        for part in documents:
-            is_val = number + np.cumsum(part.kept) > held_out
-            number += int(part.kept.sum())
-            divided += [part._replace(split="train", kept=part.kept & ~is_val)]
-            divided += [part._replace(split="val", kept=part.kept & is_val)]
-        documents = divided
-    splits = [_gather(name, [part for part in documents if part.split == name]) for name in ("train", "val")]
-    return [split for split in splits if split.slices], repeated
+def _hold_out_last(documents: list[PartDocuments], val_fraction: float) -> list[Split]:
+    """Hold out the last conversations, at least one, without cutting any."""
+    total = sum(int(part.kept.sum()) for part in documents)
+    if total < 2:
+        raise RequestError("a single conversation is too little to hold some out: --val_fraction 0 trains on it")
+    held_out, number = total - max(1, round(total * val_fraction)), 0
+    train, val = [], []
+    for part in documents:
+        is_val = number + np.cumsum(part.kept) > held_out
+        number += int(part.kept.sum())
+        train.append(part._replace(kept=part.kept & ~is_val))
+        val.append(part._replace(kept=part.kept & is_val))
+    return [_gather("train", train), _gather("val", val)]
 
 
 def read_documents(

@@ -12,7 +12,7 @@ from lm.runs.evaluations import merge_evaluations
 from lm.runs.history import Series, curve, thin
 from lm.runs.metrics import METRICS, valid_metrics
 from lm.runs.run import STEP, Run
-from lm.runs.schema import TYPES, add_metrics, is_alert
+from lm.runs.schema import TYPES, add_metrics
 from lm.system.files import digest
 from lm.system.parsing import nonnegative, parse_line
 
@@ -66,7 +66,7 @@ def run_row(run: Run) -> dict[str, Any]:
 
 # ---- a run while it trains -------------------------------------------------------------------------------------------
 
-MAX_POINTS = 1024  # of a curve
+MAX_POINTS = 256  # of a curve; each is the mean of its lines, which smooths the losses of a long run
 CURVES = ("train/loss", "val/loss")
 MAX_ALERTS = 20  # of the newest
 SHOWN = "status reason phase host device world_size step max_steps tokens max_tokens metrics".split()
@@ -83,8 +83,7 @@ class LiveRun:
     def _forget(self, started: str | None) -> None:
         self._started = started  # when the run was started, to tell it from others with its name
         self._lines: list[dict[str, float]] = []  # of metrics.jsonl as in `Run.metrics`, only the metrics in `CURVES`
-        self._alerts: list[dict[str, Any]] = []
-        self._read: dict[str, int] = {}  # file -> bytes of it that were read
+        self._read = 0  # bytes of metrics.jsonl
 
     def curve(self, metric: str) -> Series:
         """The curve of a metric of `CURVES`, with at most `MAX_POINTS` points."""
@@ -103,9 +102,8 @@ class LiveRun:
         facts, beat = read_facts(run), run.read("heartbeat.json")
         if facts["started"] != self._started:  # another run has this name now
             self._forget(facts["started"])
-        for line in filter(None, map(valid_metrics, self._new_lines("metrics.jsonl"))):
+        for line in filter(None, map(valid_metrics, self._new_lines())):
             add_metrics(self._lines, {name: line[name] for name in ("step", "resumed_at", *CURVES) if name in line})
-        self._alerts = [*self._alerts, *filter(is_alert, self._new_lines("alerts.jsonl"))][-MAX_ALERTS:]
         validations = [line for line in self._lines if "val/loss" in line and math.isfinite(line["val/loss"])]
         best, best_step = min(((line["val/loss"], line["step"]) for line in validations), default=(None, None))
         eta = facts["eta_seconds"]  # from the last log line; counted down below
@@ -122,21 +120,20 @@ class LiveRun:
             "heartbeat_age_seconds": _age(now, beat.get("time")),
             "logged_age_seconds": _age(now, facts["time"]),
             "started_age_seconds": _age(now, facts["entered"]),
-            "alerts": self._alerts,
+            "alerts": run.alerts()[-MAX_ALERTS:],
         }
         return self.state
 
-    def _new_lines(self, name: str) -> list[dict[str, Any]]:
-        """The complete lines of a file that were not read before."""
-        begin = self._read.get(name, 0)
+    def _new_lines(self) -> list[dict[str, Any]]:
+        """The complete lines of metrics.jsonl that were not read before."""
         try:
-            with open(self.run.path / name, "rb") as file:
-                file.seek(begin)
+            with open(self.run.path / "metrics.jsonl", "rb") as file:
+                file.seek(self._read)
                 added = file.read()
         except OSError:
             return []
         complete = added[: added.rfind(b"\n") + 1]
-        self._read[name] = begin + len(complete)
+        self._read += len(complete)
         return [parse_line(line) for line in complete.splitlines()]
 
 

@@ -35,23 +35,6 @@ def curve(name: str, lines: list[dict[str, Any]], metric: str, x: str = "step") 
     return Series(name, xs, [line[metric] for line in points])
 
 
-def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Bias-corrected exponential moving average, as TensorBoard's slider computes it.
-
-    `weight` is the weight of the earlier values, in [0, 1). Non-finite values pass through.
-    """
-    smoothed = []
-    mean, total = 0.0, 0.0
-    for value in values:
-        if math.isfinite(value):
-            mean = weight * mean + (1 - weight) * value
-            total = weight * total + (1 - weight)
-            smoothed.append(mean / total)
-        else:
-            smoothed.append(value)
-    return smoothed
-
-
 def thin(series: Series, limit: int) -> Series:
     """Reduce a curve to at most `limit` points, means of neighbours; NaN where no neighbour is finite."""
     size = max(1, math.ceil(len(series.x) / limit))

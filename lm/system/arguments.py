@@ -115,7 +115,7 @@ def typed_options(
     """
     typed: list[tuple[str, str | list[str] | None]] = []
     repeated: dict[str, list[str]] = {}
-    words = [expand_home(word) for word in joined_brackets(list(arguments))]
+    words = [expand_home(word) for word in arguments]
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
@@ -141,31 +141,6 @@ def typed_options(
         else:
             typed.append((option, None))
     return typed
-
-
-def joined_brackets(words: list[str]) -> list[str]:
-    """Words, with a list or mapping that was typed without quotes in one piece, such as `{name: a, path: b}`.
-
-    A text such as `[Applause` stays as it is: nothing closes it before the next option, or a blank shows its quotes.
-    """
-    for first, word in enumerate(words):
-        begin, option, value = first - 1, words[first - 1] if first else "", word
-        if word.startswith("--") and "=" in word:
-            begin, (option, value) = first, word.split("=", 1)
-        if not option.startswith("--") or "=" in option or value[:1] not in ("[", "{") or " " in value:
-            continue
-        last = first
-        while not is_closed(value) and last + 1 < len(words) and not words[last + 1].startswith("--"):
-            last += 1
-            value += f" {words[last]}"
-        if last > first and is_closed(value) and not any(" " in each for each in words[first + 1 : last + 1]):
-            # With an equals sign it is a list, also where a text may begin with a bracket.
-            return [*words[:begin], f"{option}={value}", *joined_brackets(words[last + 1 :])]
-    return words
-
-
-def is_closed(text: str) -> bool:
-    return sum(map(text.count, "[{")) == sum(map(text.count, "]}"))
 
 
 def _listed(text: str, as_yaml: bool) -> list[str]:

@@ -142,14 +142,10 @@ def _described(info: Mapping[str, Any]) -> File:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_remote(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
-    return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
-
-
 class RemoteFile(io.RawIOBase):
     """A remote file whose reads are retried; each returns all requested bytes, or raises RunError."""
 
-    def __init__(self, filesystem: pafs.FileSystem, path: str, name: str, patience: float) -> None:
+    def __init__(self, filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> None:
         self._filesystem, self._path, self._name, self._patience = filesystem, path, name, patience
         self._handle: pa.NativeFile | None = None
         self._place = 0
@@ -343,7 +339,7 @@ def fetch(source: str, names: Sequence[str] = ()) -> Path:
             log.info("copying %s to %s", source, copy)
             with atomic_folder(copy) as folder:
                 for name, (path, *_) in files.items():
-                    with open_remote(filesystem, path, prefix + path) as content, open(folder / name, "wb") as to:
+                    with RemoteFile(filesystem, path, prefix + path) as content, open(folder / name, "wb") as to:
                         shutil.copyfileobj(content, to, COPIED_AT_ONCE)
                 (folder / FACTS).write_text(json.dumps(facts))
     except (OSError, ValueError) as error:

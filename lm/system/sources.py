@@ -140,9 +140,9 @@ def _split_glob(source: str) -> tuple[str, str | None]:
 def open_file(filesystem: pafs.FileSystem, path: str, name: str, patience: float = PATIENCE) -> pa.NativeFile:
     """Open a file for reading; a remote file, by its `name`, is read with retries."""
     if is_remote(name):
-        from lm.system.remote import open_remote
+        from lm.system.remote import RemoteFile
 
-        return open_remote(filesystem, path, name, patience)
+        return pa.PythonFile(RemoteFile(filesystem, path, name, patience), mode="r")
     handle = filesystem.open_input_file(path)
     if handle.size() < 1024:  # as all pointers are
         check_fetched(handle.read(64), name)

@@ -9,16 +9,6 @@ import psutil
 
 from lm.system.hardware import memory, process_bytes, start_nvml
 
-# Reasons for reduced clocks of a GPU: bits of nvml.h (nvmlClocksEventReason...) and their names. The first is set
-# together with the bit of its cause. Idle GPUs and clocks set by a person are not counted as limits.
-CLOCK_LIMITS = {
-    0x08: "hardware slowdown",  # HwSlowdown
-    0x40: "thermal",  # HwThermalSlowdown
-    0x20: "thermal",  # SwThermalSlowdown
-    0x04: "power cap",  # SwPowerCap
-    0x80: "power brake",  # HwPowerBrakeSlowdown
-}
-
 
 class Telemetry:
     """Reads the load and memory of CPU, process and GPUs. Loads are means since the previous reading; None: not known.
@@ -64,7 +54,6 @@ class Telemetry:
             "temperature_celsius": ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             "power_watts": ask("nvmlDeviceGetPowerUsage", handle, then=lambda milliwatts: milliwatts / 1e3),
             "power_limit_watts": ask("nvmlDeviceGetEnforcedPowerLimit", handle, then=lambda limit: limit / 1e3),
-            "clocks_limited_by": clock_limits(ask("nvmlDeviceGetCurrentClocksEventReasons", handle)),
         }
 
     def _ask(self, function: str, *arguments: Any, then: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -73,13 +62,3 @@ class Telemetry:
             return then(getattr(self._nvml, function)(*arguments))
         except self._nvml.NVMLError:
             return None
-
-
-def clock_limits(reasons: int | None) -> list[str] | None:
-    """Names of the reasons for reduced clocks in NVML's bits; empty if nothing limits them."""
-    if reasons is None:
-        return None
-    words = dict.fromkeys(word for bit, word in CLOCK_LIMITS.items() if reasons & bit)
-    if len(words) > 1:
-        words.pop("hardware slowdown", None)
-    return list(words)

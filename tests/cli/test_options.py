@@ -228,6 +228,7 @@ def test_a_config_that_cannot_be_meant_is_refused(text, message, here):
 
 
 @pytest.mark.parametrize("arguments, message", [
+    (["fit", "--data.sources", "[{name:", "a,", "path:", "b}]"], "'a,' belongs to no option; a list or mapping needs quotes"),
     (["generate", "Once upon"], "did you mean `lm generate --prompt 'Once upon'`?"),
     (["data", "prepare", "my_texts"], "did you mean `lm data prepare --input my_texts --output data/my_texts`?"),
     (["data", "prepare", "texts/", "--output", "a"], "did you mean `lm data prepare --input texts/ --output a`?"),

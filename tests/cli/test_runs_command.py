@@ -22,7 +22,7 @@ from lm.cli.charts import MARKERS, chart
 from lm.cli.runs_compare import export
 from lm.errors import RequestError, RunError
 from lm.runs import registry
-from lm.runs.history import Series, smooth
+from lm.runs.history import Series
 from lm.runs.run import Run
 from lm.system.arguments import call
 
@@ -384,11 +384,6 @@ def test_curves_of_a_chart_differ_without_colour():
     lines = chart(series, 80, 20, title="loss").plain.split("\n")
     for marker, one in zip(MARKERS, series, strict=False):
         assert f"{marker} {one.name}" in lines[0] and any(line.count(marker) > 2 for line in lines[1:])
-
-
-def test_smoothing_begins_at_the_first_value_and_passes_over_gaps():
-    assert smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]) and smooth([1.0, 2.0], 0.0) == [1.0, 2.0]
-    assert smooth([2.0, float("nan"), 4.0], 0.5)[2] == pytest.approx((0.25 * 2 + 0.5 * 4) / 0.75)
 
 
 def test_a_command_takes_a_list_of_names_wherever_they_stand():

@@ -160,19 +160,7 @@ def place(tmp_path_factory):
     """`chats.jsonl`, of which two conversations are as long as a row, one is longer, and one has a longer question."""
     place = tmp_path_factory.mktemp("chats")
     (place / "text.txt").write_text("".join(map(chr, range(32, 127))) + "\n")
-    lm(
-        place,
-        "data",
-        "prepare",
-        "--input",
-        "text.txt",
-        "--output",
-        "letters",
-        "--tokenizer",
-        "char",
-        "--val_fraction",
-        "0",
-    )
+    lm(place, *"data prepare --input text.txt --output letters --tokenizer char --val_fraction 0".split())
     lengths = [*np.random.default_rng(0).integers(40, SEQ_LEN, 60).tolist(), SEQ_LEN, SEQ_LEN, SEQ_LEN + 1]
     chats = [numbered(number, length) for number, length in enumerate(lengths)]
     chats.append([user("q" * SEQ_LEN), assistant("a")])

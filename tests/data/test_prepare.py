@@ -1,17 +1,14 @@
 """`lm data prepare`: text becomes shards that hold exactly it, whoever works on it and however often it is stopped."""
 
-import gzip
 import hashlib
 import json
 import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +29,7 @@ from lm.data.shard_writer import ShardWriter
 from lm.data.shards import Shards
 from lm.data.tokenizer import END_OF_TEXT, Tokenizer
 from lm.data.tokenizer_training import train_bpe, train_char
-from lm.errors import Interrupted, RequestError, RunError
+from lm.errors import RequestError, RunError
 from lm.system.units import Count
 
 WORDS = "the of and senate house union state people year government peace war law great, made. Größe 😀 \n".split(" ")
@@ -102,14 +99,6 @@ def test_bytes_of_the_shards_are_those_of_the_text(kind, tmp_path):
         shards = Shards.open(str(tmp_path / "out" / split), tokenizer_sha256=tokenizer.sha256)
         size = sum(len(text.encode()) for text in texts if (split_hash(text) < 0.1) is chosen)
         assert token_bytes(shards, tokenizer)[all_tokens(shards)].sum() == pytest.approx(size, rel=1e-9)
-
-
-def test_a_lossy_tokenizer_is_reported_once(tmp_path, caplog):
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
-    for kind, times in (("byte_level", 0), ("wordpiece", 1)):
-        write_tokenizer(tmp_path / kind, kind, ["Aa the house"] * 20)
-        run(tmp_path / f"out-{kind}", source, tokenizer=str(tmp_path / kind))
-        assert caplog.text.count("lossy: 'Aa' is decoded as 'aa'") == times
 
 
 @pytest.mark.parametrize("kind, text, share", [
@@ -495,18 +484,6 @@ def test_an_unfinished_folder_is_made_with_other_options_as_a_fresh_one_is(tmp_p
     assert not (tmp_path / "out/.parts").exists()
 
 
-@pytest.mark.parametrize("at, said", [("_tokenizer", "begins again"), ("run_tasks", "continues from here")])
-def test_an_interruption_says_whether_anything_is_kept(at, said, tmp_path, monkeypatch):
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50))
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(preparation, at, interrupt)
-    with pytest.raises(Interrupted, match=f"stopped; the same command {said}"):
-        run(tmp_path / "out", source)
-
-
 def test_a_folder_with_other_things_is_not_touched(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("mine")
@@ -607,24 +584,6 @@ def test_nearest_line_end_is_looked_for_only_near_by(tmp_path, monkeypatch):
     (tmp_path / "input.txt").write_text("word " * 400)
     run(tmp_path / "out", tmp_path / "input.txt", tokenizer="char")
     assert len(documents(tmp_path / "out", "train")[0]) == 1801
-
-
-def test_a_text_for_which_the_disk_is_too_small_is_refused_before_it_is_read(here, monkeypatch):
-    write_jsonl(here / "a.jsonl", ["text"] * 10_000)
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    with pytest.raises(RequestError, match=r"out/deep needs about .* KiB for .*, and its disk has 97.7 KiB free"):
-        prepare.prepare(PrepareOptions(input=["a.jsonl"], output="out/deep"))
-    assert [path.name for path in here.iterdir()] == ["a.jsonl"]
-
-
-def test_a_large_file_that_one_process_reads_is_said_with_its_time(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(preparation, "LARGE_UNIT", 5000)
-    monkeypatch.setattr(preparation, "ENCODED_PER_SECOND", 100)
-    lines = write_jsonl(tmp_path / "a.jsonl", make_texts(300)).read_bytes()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
-    run(tmp_path / "out", tmp_path / "a.jsonl.gz")
-    assert re.search(r"a.jsonl.gz is read by one process, for about [1-9]\d* minutes", caplog.text)
 
 
 @pytest.mark.parametrize("source, text, is_same", [

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from lm.data.encoder import KINDS, Encoder, trusted_codes
-from lm.data.prepare import describe_loss
 from lm.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer
 from lm.data.tokenizer_training import WORDS, train_bpe, train_char
 from lm.errors import RequestError
@@ -102,18 +101,6 @@ def test_the_ids_of_transformers_without_what_it_adds(tmp_path):
         assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
         assert theirs(text, split_special_tokens=True)["input_ids"] == [*ours.prefix, *ids] != ids
     assert theirs(text, add_special_tokens=False)["input_ids"] != ids
-
-
-@pytest.mark.parametrize("kind, decoded", [
-    ("wordpiece", "'Aa' is decoded as 'aa'"), ("word_ends", "'a.b' is decoded as 'a . b'"), ("byte_level", None),
-    ("llama", None), ("char", None),
-])  # fmt: skip
-def test_a_tokenizer_that_changes_texts_is_known(kind, decoded, tmp_path):
-    texts = ["Aa a.b é and a  b\nc"] * 20
-    tokenizer = train_char(["ab"]) if kind == "char" else Tokenizer.load(
-        write_tokenizer(tmp_path, kind, texts), None if kind in ("wordpiece", "byte_level") else "</s>")  # fmt: skip
-    loss = describe_loss(tokenizer)
-    assert decoded in loss if decoded else loss is None
 
 
 @pytest.mark.parametrize("settings", [

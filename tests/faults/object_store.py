@@ -2,76 +2,31 @@
 
 import http.client
 import logging
-import re
 import socket
 import struct
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain, repeat
 from pathlib import Path
+
+from faulty_server import FaultyHandler, FaultyServer
 
 ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>try again later</Message></Error>'
 CODES = {403: b"AccessDenied", 429: b"TooManyRequests", 500: b"InternalError", 503: b"SlowDown"}
 
 
-class Proxy(ThreadingHTTPServer):
+class Proxy(FaultyServer):
     """Hands requests on to a server, and fails some of them.
 
     A fault is 403, 429, 500 or 503; `stall`, no answer; `reset`; `cut`, half of the body that was announced; `lie`,
     half of it, announced as such; `drip`, a byte now and then.
     """
 
-    daemon_threads = True
-    request_queue_size = 64
-
     def __init__(self, port: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.behind = port
-        self.held: str | None = None
-        self.met: Counter = Counter()  # how often each fault was met; None counts what was answered well
-        self.well = threading.Event()  # nothing fails any more
-        self._faults: Iterator[int | str | None] = repeat(None)
-        self._lock = threading.Lock()
-
-    def fail(self, faults: Iterable[int | str | None]) -> None:
-        """From now on the requests meet these one after another, and none when they are over."""
-        with self._lock:
-            self._faults = chain(faults, repeat(None))
-            self.met.clear()
-            self.well.clear()
-
-    def hold(self, requests: str) -> None:
-        """From now on requests such as `PUT /corpus/a` get no answer where this expression is found in them."""
-        with self._lock:
-            self.held = requests
-            self.met.clear()
-            self.well.clear()
-
-    def recover(self) -> None:
-        """From now on nothing fails, and what hangs continues."""
-        self.fail([])
-        self.held = None
-        self.well.set()
-
-    def next_fault(self, request: str) -> int | str | None:
-        with self._lock:
-            fault = "stall" if self.held and re.search(self.held, request) else next(self._faults)
-            self.met[fault] += 1
-            return fault
-
-    def handle_error(self, request: object, address: object) -> None:
-        """A client that went away is no news here."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
+class _Handler(FaultyHandler):
     def answer(self) -> None:
         fault = self.server.next_fault(f"{self.command} {self.path}")
         if fault == "stall":
@@ -131,12 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    def head(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response_only(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
 
 class Store:
     """A bucket `corpus` behind a `proxy`."""
@@ -178,13 +127,8 @@ def object_store() -> Iterator[Store]:
     server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
     server.start()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    proxy = Proxy(port)
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
-    thread.start()
     try:
-        yield Store(port, proxy)
+        with Proxy(port).serving() as proxy:
+            yield Store(port, proxy)
     finally:
-        proxy.recover()
-        proxy.shutdown()
-        proxy.server_close()
         server.stop()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_the_checkpoint_before(machine, st
     assert machine.checkpoints() == ["step-00000004"]
     (machine.place / "go").touch()
     wait_until(lambda: 6 in machine.run.steps(), training)
-    machine.store.proxy.hold(f"PUT .*{WEIGHTS}")
+    machine.store.proxy.fail(repeat("stall"), f"PUT .*{WEIGHTS}")
     loop = machine.loop()
     wait_until(lambda: machine.store.proxy.met["stall"], training, loop)
     time.sleep(0.5)
@@ -229,7 +230,7 @@ def test_one_run_is_copied_alone_and_an_interrupted_down_continues(machine):
     machine.mirror("up", folder="checkpoints/small")
     assert {"run.json", "step-00000003/trainer.json"} < machine.names()
     machine.take_away()
-    machine.store.proxy.hold("GET .*model.safetensors")
+    machine.store.proxy.fail(repeat("stall"), "GET .*model.safetensors")
     script = machine.start("down", folder="checkpoints/small")
     wait_until(lambda: machine.store.proxy.met["stall"], script)
     os.killpg(script.pid, signal.SIGKILL)

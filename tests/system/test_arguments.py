@@ -3,7 +3,7 @@
 import pytest
 
 from lm.errors import RequestError
-from lm.system.arguments import call, joined_brackets, shorten, typed_options
+from lm.system.arguments import call, shorten, typed_options
 from lm.system.parsing import parse_yaml
 
 TEXTS = ["🎉", "\u2028", "null", "1", "[Applause]", "[a, b]", "", "a\nb\tc", "日本", "x: y", '"quoted"', "\x7f"]
@@ -59,19 +59,6 @@ def test_what_cannot_be_read_is_one_line(arguments, message):
 def test_a_name_inside_a_group_has_a_nearest_one(message):
     """jsonargparse has words of its own for a group that was given as one dictionary."""
     assert "did you mean 'model.groups.embedding.lr'?" in shorten(message, ["model.groups.embedding.lr"])
-
-
-@pytest.mark.parametrize(("words", "joined"), [
-    (["--a", "{name:", "b,", "path:", "c}", "--d", "1"], ["--a={name: b, path: c}", "--d", "1"]),
-    (["--a=[b,", "c]"], ["--a=[b, c]"]),
-    (["--a", "[b,", "c]", "--a", "[d,", "e]"], ["--a=[b, c]", "--a=[d, e]"]),
-    *[(words, words) for words in (
-        ["--prompt", "[Applause", "x"], ["--prompt", "[Once upon", "a time]"], ["--prompt", "[", "--a", "]"],
-        ["--a", "[b]", "c"], ["{a:", "b}"], ["--a", "b=[c,", "d]"],
-    )],
-])  # fmt: skip
-def test_a_list_without_quotes_is_read_in_one_piece(words, joined):
-    assert joined_brackets(words) == joined
 
 
 def test_a_path_begins_with_the_home_folder(monkeypatch):

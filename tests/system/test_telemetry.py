@@ -15,7 +15,7 @@ from trainings import fit, make_workplace
 
 from lm.runs.run import Run
 from lm.system.hardware import allowed_cores, memory
-from lm.system.telemetry import CLOCK_LIMITS, Telemetry, clock_limits
+from lm.system.telemetry import Telemetry
 from lm.training.callbacks.heartbeat import Heartbeat, machine_metrics
 from lm.training.run_state import RunState
 
@@ -67,7 +67,7 @@ def gpu(index: int = 0, **changes) -> dict:
         "UUID": uuid(index), "Index": index, "Name": "NVIDIA H200", "MigMode": [0, 0],
         "UtilizationRates": SimpleNamespace(gpu=97, memory=60),
         "MemoryInfo": SimpleNamespace(used=71 * GIB, total=140 * GIB), "Temperature": 61 + index,
-        "PowerUsage": 640_500, "EnforcedPowerLimit": 700_000, "CurrentClocksEventReasons": 0, **changes,
+        "PowerUsage": 640_500, "EnforcedPowerLimit": 700_000, **changes,
     }  # fmt: skip
 
 
@@ -82,15 +82,14 @@ LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 FIGURES = {
     "index": 0, "name": "NVIDIA H200", "load_percent": 97, "memory_used_bytes": 71 * GIB,
     "memory_total_bytes": 140 * GIB, "temperature_celsius": 61, "power_watts": 640.5, "power_limit_watts": 700.0,
-    "clocks_limited_by": [],
 }  # fmt: skip
 
 
 ANSWERS = {
     "all answer": ({}, {}),
     "no sensor for some": (
-        dict.fromkeys(["Temperature", "PowerUsage", "UtilizationRates", "CurrentClocksEventReasons", "MigMode"]),
-        dict.fromkeys(["temperature_celsius", "power_watts", "load_percent", "clocks_limited_by"]),
+        dict.fromkeys(["Temperature", "PowerUsage", "UtilizationRates", "MigMode"]),
+        dict.fromkeys(["temperature_celsius", "power_watts", "load_percent"]),
     ),
     "sliced": ({"MigMode": [1, 1]}, dict.fromkeys(["load_percent", "memory_used_bytes", "memory_total_bytes"])),
     "lost": ({"UtilizationRates": LOST}, {"load_percent": None}),
@@ -105,23 +104,6 @@ def test_a_figure_is_in_its_unit_and_none_where_the_gpu_does_not_answer(changes,
 def test_only_the_gpus_that_are_trained_on_are_read():
     readings = read(gpu(0), gpu(1), gpu(2), wanted=[uuid(2), "GPU-unknown", uuid(0)])
     assert [one["index"] for one in readings] == [2, 0]
-
-
-@pytest.mark.parametrize(
-    "reasons, words",
-    [
-        (0x0, []), (0x1 | 0x2, []),  # idle; clocks that somebody set
-        (0x4, ["power cap"]), (0x20, ["thermal"]), (0x8 | 0x40, ["thermal"]), (0x8 | 0x80, ["power brake"]),
-        (0x8, ["hardware slowdown"]), (0x4 | 0x20, ["thermal", "power cap"]),
-    ],
-)  # fmt: skip
-def test_what_limits_the_clocks_is_said_in_words(reasons, words):
-    assert read(gpu(CurrentClocksEventReasons=reasons))[0]["clocks_limited_by"] == words == clock_limits(reasons)
-
-
-def test_the_bits_are_those_of_nvml():
-    names = "HwSlowdown", "HwThermalSlowdown", "SwThermalSlowdown", "SwPowerCap", "HwPowerBrakeSlowdown"
-    assert set(CLOCK_LIMITS) == {getattr(pynvml, f"nvmlClocksEventReason{name}") for name in names}
 
 
 @pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "NO_PERMISSION"])

@@ -1,7 +1,5 @@
 """A guard of the smallest acceptable throughput, which names the causes of a lower one."""
 
-from collections.abc import Callable
-
 from lm.kernels.torch_private import compiled_graphs
 from lm.system.units import format_count, plural
 from lm.training.callbacks.guards import Guard
@@ -23,9 +21,9 @@ class ThroughputFloor(Observer):
         self.config = config
         self.begin()
 
-    def begin(self, computed: str = "", known_causes: Callable[[], list[str]] = list) -> None:
-        """A session begins, with these kernels, in words; `known_causes` of a low throughput are in no log line."""
-        self._computed, self._known_causes = computed, known_causes
+    def begin(self, computed: str = "") -> None:
+        """A session begins, with these kernels, in words."""
+        self._computed = computed
         self._first = True
         self._below = 0  # log lines in a row
         self._graphs = 0  # that torch.compile had made when the first of them began
@@ -48,31 +46,24 @@ class ThroughputFloor(Observer):
         return [Finding("throughput", action, message, save=action != "warn")]
 
     def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
-        """Every known cause: part of the time without data, graphs that were compiled in these lines, and others."""
+        """Every known cause: part of the time without data, and graphs that were compiled in these lines."""
         causes = []
         if data_wait is not None and data_wait >= DATA_WAIT:
             causes.append(f"waiting for data {data_wait:.0%} of the time; is the storage of the shards slow?")
         if graphs:
             why = f", the last time because {reason}" if reason else ""
             causes.append(f"torch.compile made {graphs} new graphs in {lines}{why}")
-        causes += self._known_causes()
         wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
-        causes = causes or [f"no cause found (data wait {wait}, no new graphs, no limit of clocks seen)"]
+        causes = causes or [f"no cause found (data wait {wait}, no new graphs)"]
         return [*causes, self._computed]
 
 
 class ThroughputGuard(Guard[ThroughputFloor]):
-    """Passes facts on kernels and GPUs to `ThroughputFloor`."""
+    """Passes facts on kernels to `ThroughputFloor`."""
 
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(ThroughputFloor(config))
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         built = pl_module.built
-        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}", lambda: _clock_limits(trainer))
-
-
-def _clock_limits(trainer: Trainer) -> list[str]:
-    gpus = trainer.run_state.machine.get("gpus") or []
-    limits = [f"GPU {gpu['index']}: {', '.join(gpu['clocks_limited_by'])}" for gpu in gpus if gpu["clocks_limited_by"]]
-    return [f"clocks are limited: {'; '.join(limits)}"] if limits else []
+        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}")
