@@ -1,8 +1,8 @@
 """Initial weights that know which token follows which: a factorization of bigram counts of the training data.
 
 A new model spends its first steps on how often each token follows each other one. Counts and one factorization give its
-embedding and output matrix as much in seconds, and similar rows to tokens that are used alike. Memory: about six
-matrices of (vocabulary, vocabulary) fp32.
+embedding and output matrix as much in seconds, and similar rows to tokens that are used alike. In memory, for a moment:
+(vocabulary, vocabulary) int64 and fp32.
 """
 
 import logging
@@ -67,9 +67,9 @@ def factorize(counts: Tensor, width: int) -> tuple[Tensor, Tensor]:
         counts.sum(0) + 1.0,
     )  # how often a token is in a pair: (V, 1), (V,)
     shares = after / after.sum()
-    information = torch.log((counts + SMOOTHING * shares) / (before + SMOOTHING) / shares)  # (V, V), mostly near 0
+    information = (counts + SMOOTHING * shares).div_(before + SMOOTHING).div_(shares).log_()  # (V, V), mostly near 0
     rank = min(width - 2, len(counts))
-    left, values, right = torch.svd_lowrank(before.sqrt() * information * after.sqrt(), q=rank, niter=2)
+    left, values, right = torch.svd_lowrank(information.mul_(before.sqrt()).mul_(after.sqrt()), q=rank, niter=2)
     rows, columns = left * values.sqrt() / before.sqrt(), right * values.sqrt() / after.sqrt()[:, None]  # (V, rank)
 
     longest = math.sqrt(width - 1)
