@@ -291,7 +291,7 @@ def _check_nulls(options: type, group: Any, prefix: str) -> None:
         kinds = get_args(option.type) or (option.type,)
         null = value in (None, "null")
         if null and NoneType not in kinds:
-            choices = f"give one of {', '.join(kinds)}, or " if "none" in kinds else ""
+            choices = f"give one of {', '.join(map(str, kinds))}, or " if "none" in kinds else ""
             raise RequestError(f"{name} is null, which means nothing there: {choices}leave it out for its default")
         item_class = next((item for kind in kinds for item in get_args(kind) if is_dataclass(item)), None)
         if item_class is not None and isinstance(value, str):

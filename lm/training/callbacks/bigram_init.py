@@ -8,16 +8,17 @@ embedding and output matrix as much in seconds, and similar rows to tokens that 
 import logging
 import math
 import time
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lm.model.decoder import IGNORED
 from lm.system.units import format_count, format_duration
 from lm.training.callback import Callback
 from lm.training.module import LanguageModule
+from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class BigramInit(Callback):
     def on_model_built(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not self.enabled or trainer.state.fn != "fit" or not pl_module.run_state.new_weights:
             return
-        began, data, decoder = time.monotonic(), trainer.datamodule, pl_module.decoder
+        began, data, decoder = time.monotonic(), trainer.datamodule, cast(Any, pl_module.decoder)
         epoch = int(data.shards["train"].index.windows(data.seq_len).sum())
         samples = min(epoch, trainer.max_steps * data.global_batch, MAX_TOKENS // data.seq_len)
         batch, _ = data.read_samples(0, samples)
