@@ -45,11 +45,6 @@ def find_problems(
             f"Hopper, Blackwell), and this is {'a cpu' if device.capability is None else device.name}",
             "take bf16-mixed",
         )
-    if trainer.bigram_init and model.decoder.tie_word_embeddings:
-        yield error(
-            "trainer.bigram_init needs an output matrix of its own, and model.decoder.tie_word_embeddings is true",
-            "give --trainer.bigram_init false",
-        )
     callbacks = trainer.callbacks or []
     all_known = all(type(callback).__module__.startswith(("lightning.", "lm.")) for callback in callbacks)
     for callback in callbacks if all_known else ():  # those of users may log more

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_own_model import FILES
 from trainings import fit, trace, validations
 
 from lm.training.callbacks.bigram_init import count_bigrams, factorize
@@ -51,6 +52,18 @@ def test_a_new_run_begins_with_them_and_a_resume_does_not(workplace):
     assert "embedding and output: from bigrams of 1.02K tokens, in " in ended.stderr
     again, _ = fit(workplace, "small", "--ckpt_path", "auto", **{**BIGRAMS, "trainer.max_steps": 5})
     assert "bigrams of" not in again.stderr
+
+
+def test_tied_matrices_and_custom_models_keep_their_weights(workplace):
+    (workplace / "my_gru.py").write_text(FILES["my_gru.py"])
+    for program, tied in ([], True), (["my_gru.py"], False):
+        losses = []
+        for wanted in (False, True):
+            changes = {**UNTIED, "trainer.bigram_init": wanted, "model.decoder.tie_word_embeddings": tied}
+            ended, _ = fit(workplace, "kept", program=program, **changes)
+            losses.append(trace(workplace)[0]["loss"])
+            assert ("trainer.bigram_init is left out" in ended.stderr) == wanted
+        assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

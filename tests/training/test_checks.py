@@ -44,14 +44,6 @@ def test_a_vocabulary_smaller_than_the_tokenizers():
     assert "vocab_size 3 is smaller than the tokenizer's" in line
 
 
-def test_tied_matrices_learn_no_bigrams():
-    [line] = found({"bigram_init": True}, {"tie_word_embeddings": True})
-    assert (
-        "needs an output matrix of its own" in line
-        and found({"bigram_init": True}, {"tie_word_embeddings": False}) == []
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"trainer.peak_tflops": -1}, {"trainer.early_stopping.patience": 0}, {"trainer.stop_within": -1},

@@ -36,6 +36,11 @@ class BigramInit(Callback):
     def on_model_built(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         if not self.enabled or trainer.state.fn != "fit" or not pl_module.run_state.new_weights:
             return
+        if not pl_module.builtin or pl_module.config.tie_word_embeddings:
+            log.info(
+                "trainer.bigram_init is left out: it is for the built-in decoder, with an output matrix of its own"
+            )
+            return
         began, data, decoder = time.monotonic(), trainer.datamodule, cast(Any, pl_module.decoder)
         epoch = int(data.shards["train"].index.windows(data.seq_len).sum())
         samples = min(epoch, trainer.max_steps * data.global_batch, MAX_TOKENS // data.seq_len)
