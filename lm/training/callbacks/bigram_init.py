@@ -23,7 +23,7 @@ from lm.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 2**24  # of the data, that are counted
-SMOOTHING = 30.0  # pairs that each token is taken to have begun before, with all tokens in their usual shares
+SMOOTHING = 100.0  # pairs that each token is taken to have begun before, with all tokens in their usual shares
 USUAL = 0.9  # part of the tokens whose rows of the embedding keep their lengths
 
 
