@@ -36,7 +36,7 @@ def standard_callbacks(
         RunLog(trainer.log_interval),
         Throughput(),
         ("bigram_init", "BigramInit", trainer.bigram_init or None),
-        ("postmortem", "SpikeInjection", guards.inject_step),
+        ("spike_injection", "SpikeInjection", guards.inject_step),
         Guard(NotFinite(guards.not_finite, guards.max_skipped)),
         ("alerts", "Alerts", guards.alerts or None),
         ("alerts", "Spike", guards.spike or None),
