@@ -118,7 +118,7 @@ COMMANDS = {
 }
 LEAVES = {  # what only an option, a device or another command asks for
     "lm.training.callbacks": "alerts budget call_thread evaluation events postmortem predictions samples "
-                             "throughput_floor",
+                             "spike_injection throughput_floor",
     "lm.training": "alerts budget checkpoint_checks distributed launcher muon muon_ranks optimizer_by_class optimizer_rules fp8 out_of_memory "
                    "plain_run_state",
     "lm.evaluation": "benchmark prompts public_tasks scoring tasks",

@@ -6,7 +6,7 @@ Lightning, data or a Trainer.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,6 @@ from lm.errors import RequestError, RunError
 from lm.model.attention import describe_attention, enter_kernels
 from lm.model.config import ActivationCheckpointing, Attention, Compile, DecoderConfig
 from lm.model.decoder import Decoder
-from lm.model.estimates import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,6 @@ def build(
         attention = describe_attention(
             device, dtype, config.windows, options.document_mask, int(config.head_dim), kernel
         )
-        if "masked" in attention and any(config.windows):
-            seq_len, full = config.max_position_embeddings, replace(config, window_pattern=None, sliding_window=None)
-            more = flops_per_token(full, seq_len) / flops_per_token(config, seq_len) - 1
-            attention += f" (what is outside of a window is computed too and left out: {more:.0%} more FLOPs)"
 
     if options.activation_checkpointing != "none" or options.compile != "none":
         from lm.model.compile import checkpoint_activations, compile_decoder

@@ -12,7 +12,7 @@ from lm.errors import RequestError
 from lm.system.parsing import nonnegative, parse_json
 from lm.system.units import format_figure
 from lm.training.config import BudgetConfig
-from lm.training.guards import Finding, Line, Observer
+from lm.training.guards import Finding, Line
 from lm.training.pace import StepTimeEstimator
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def judge(config: BudgetConfig, cost: Cost, projected: Cost | None) -> Verdict |
     return None
 
 
-class Budget(Observer):
+class Budget:
     """Counts the cost of a run, and finds at log lines that it is near its cap, will be over it, or is spent.
 
     Near the cap it warns; if the projection is over the cap, the run ends with a checkpoint; once the cap is spent, it

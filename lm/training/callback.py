@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
@@ -38,23 +38,6 @@ class Callback(LightningCallback):
     def rows_of_step(self, trainer: Trainer, step: int) -> np.ndarray | None:
         """The global batch `(N, T + 1)` that replaced the data's own in this step; None if this callback did not."""
         return None
-
-
-@runtime_checkable
-class TakesCheckpoints(Protocol):
-    """The callback that takes a run's checkpoints, as others see it; see `callbacks/checkpoints.Checkpoints`."""
-
-    requested: bool
-    best_loss: float
-    stale: set[str]
-
-    def request(self) -> None: ...
-
-    def skip(self, step: int) -> None: ...
-
-    def keep_for_rollback(self, step: int) -> None: ...
-
-    def save(self, trainer: Trainer) -> None: ...
 
 
 def call_hook(trainer: Trainer, name: str, *args: Any) -> list[Any]:

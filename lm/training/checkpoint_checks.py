@@ -35,13 +35,12 @@ def check_same_class(files: dict[str, str], module: "LanguageModule") -> None:
     model_class = None if module.builtin else type(module).__name__
     if saved_class == model_class:
         return
-    model = "this project's decoder" if model_class is None else f"that of {model_class}"
-    if saved_class is None:
-        raise RequestError(f"this is a checkpoint of this project's decoder, and the model is {model}: give it to `lm`")
-    raise RequestError(
-        f"this is a checkpoint of a model that the class {saved_class} builds, and the model is {model}: give the "
-        f"command to the file that has `lm.run({saved_class})`"
+    saved, model = (
+        f"a model that the class {name} builds" if name else "this project's decoder"
+        for name in (saved_class, model_class)
     )
+    program = f"the file that has `lm.run({saved_class})`" if saved_class else "`lm`"
+    raise RequestError(f"this is a checkpoint of {saved}, and the model is {model}: give the command to {program}")
 
 
 def check_same_model(files: dict[str, str], module: "LanguageModule") -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
 from lm.kernels.torch_private import foreach_lerp_, foreach_mul_, foreach_sub_
 from lm.training.muon_ranks import ReplicaExchange, ShardExchange, find_owners, find_ranks
+from lm.training.optim import AdamW
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at 0, and bounded after any number of rounds
 ROUNDS = 5
@@ -103,8 +103,8 @@ class Muon(Optimizer):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, kind="adamw")
         super().__init__(groups, defaults)
         self.skip: Tensor | None = None  # a bool scalar on the device; the step is not taken where it is true
-        for group in self.groups("adamw"):
-            group["fused"] = all(p.device.type in ("cuda", "cpu") for p in group["params"])
+        others = self.groups("adamw")  # these dictionaries themselves, which get the defaults of AdamW in addition
+        self._adamw = AdamW(others) if others else None
         matrices = self.groups("muon")
         self._ranks = find_ranks(matrices[0]["params"][0] if matrices else None)
         self._owners = find_owners(matrices, self._ranks.world)
@@ -125,7 +125,7 @@ class Muon(Optimizer):
         if self._ranks.world == 1:
             for group in matrices:
                 self._step_muon(group, skip)
-            self._step_adamw(skip)
+            self._step_adamw()
         else:
             self._step_on_ranks(matrices, skip)
         return loss
@@ -142,19 +142,12 @@ class Muon(Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return self.state[p]["momentum_buffer"]
 
-    def _step_adamw(self, skip: Tensor) -> None:
-        for group in self.groups("adamw"):
-            parameters, fused = with_gradient(group), group["fused"]
-            if not parameters or (not fused and skip.item()):  # only the fused one reads `skip` on the device
-                continue
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p].update(
-                        step=torch.zeros((), device=p.device if fused else "cpu"),
-                        exp_avg=torch.zeros_like(p),
-                        exp_avg_sq=torch.zeros_like(p),
-                    )
-            step_adamw(parameters, [self.state[p] for p in parameters], group, skip)
+    def _step_adamw(self) -> None:
+        if self._adamw is not None:
+            # Loading a state replaces both.
+            self._adamw.param_groups, self._adamw.state = self.groups("adamw"), self.state
+            self._adamw.skip = self.skip
+            self._adamw.step()
 
     # ---- several ranks ------------------------------------------------------------------------------------------
 
@@ -172,7 +165,7 @@ class Muon(Optimizer):
             exchange.send_to_owners(nesterov(momenta, gradients, group["momentum"], skip))
         for group, exchange in zip(groups, exchanges, strict=True):
             exchange.send_back(orthogonal(exchange.receive_owned(), group["rows"]))
-        self._step_adamw(skip)
+        self._step_adamw()
         for group, exchange in zip(groups, exchanges, strict=True):
             weights = [local(p) for p in exchange.parameters]
             descend(weights, exchange.receive_all(), group["lr"], group["weight_decay"], skip)
@@ -205,34 +198,6 @@ class Muon(Optimizer):
             if self._ranks.sharded or self._owners.get(parameters[index], rank) == rank
         }
         super().load_state_dict({**state_dict, "state": state})
-
-
-# ---- AdamW -----------------------------------------------------------------------------------------------------------
-
-
-def step_adamw(parameters: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], skip: Tensor) -> None:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), by torch's kernel for all parameters where the device has
-    it, which reads `skip` there."""
-    averages, squares, steps = ([local(state[slot]) for state in states] for slot in ("exp_avg", "exp_avg_sq", "step"))
-    beta1, beta2 = group["betas"]
-    adamw(
-        [local(p) for p in parameters],
-        [local(p.grad) for p in parameters],
-        averages,
-        squares,
-        [],
-        steps,
-        fused=group["fused"],
-        found_inf=skip.float() if group["fused"] else None,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        beta1=beta1,
-        beta2=beta2,
-        foreach=False,
-        amsgrad=False,
-        maximize=False,
-    )
 
 
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:

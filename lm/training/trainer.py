@@ -6,7 +6,7 @@ import logging
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -26,7 +26,6 @@ from lm.system.dataclass_arguments import arguments_from
 from lm.system.devices import find_device, peak_flops
 from lm.system.hardware import device_name, keep_freed_memory
 from lm.system.process import check_launcher
-from lm.training.callback import TakesCheckpoints
 from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.checks import check_parts, find_problems
 from lm.training.config import TrainerConfig
@@ -38,6 +37,7 @@ from lm.training.schedule import Steps, plan_steps, warmup_and_decay_steps
 from lm.training.world import Devices, device_count, devices_of_node, srun_world, torchrun_world
 
 if TYPE_CHECKING:
+    from lm.training.callbacks.checkpoints import Checkpoints
     from lm.training.module import LanguageModule
 
 log = logging.getLogger(__name__)
@@ -176,10 +176,10 @@ class Trainer(PatchedTrainer):
         self.checkpoint_io.load_optimizer, self.checkpoint_io.verified = optimizer, verified
 
     @property
-    def checkpoint_callback(self) -> TakesCheckpoints:
+    def checkpoint_callback(self) -> "Checkpoints":
         """The callback that takes the run's checkpoints; a user may have one of Lightning's beside it. None without."""
-        found = next((each for each in self.checkpoint_callbacks if isinstance(each, TakesCheckpoints)), None)
-        return cast(TakesCheckpoints, found)
+        callback: Any = next((each for each in self.checkpoint_callbacks if hasattr(each, "keep_for_rollback")), None)
+        return callback
 
     @property
     def sharded(self) -> bool:

@@ -1,7 +1,6 @@
 """Attention masks, and which library kernel runs for each."""
 
 import copy
-import re
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +18,6 @@ from lm.model.attention import (
     enter_kernels,
     kernel_for,
 )
-from lm.model.build import BuildOptions, build
 from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from
 
@@ -186,11 +184,3 @@ def test_the_documents_of_the_gpu_tests_are_within_their_limits():
         documents = documents_from(document_ids_from(ids[:, :-1], 7), limit)
         offsets = attention._offsets(documents)  # on a CPU `scatter_` checks the indices
         assert len(offsets) == limit + 1 and offsets[-1] == ids[:, :-1].numel()
-
-
-def test_windows_that_save_nothing_are_said_with_their_cost():
-    shape = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=256)
-    windows = DecoderConfig(**shape, window_pattern="SL", sliding_window=32)
-    told, plain = (build(config, BuildOptions(), torch.device("cpu"), torch.float32).attention
-                   for config in (windows, DecoderConfig(**shape)))  # fmt: skip
-    assert re.search(r"computed too and left out: \d+% more FLOPs", told) and "window" not in plain

@@ -18,9 +18,9 @@ from lm.errors import Interrupted, RequestError
 from lm.inference.pretrained import Pretrained
 from lm.runs.run import Run
 from lm.runs.trainer_json import find_damage
+from lm.training.callbacks.guards import NotFinite
 from lm.training.callbacks.samples import Samples
 from lm.training.config import GuardsConfig, ModelConfig, SamplesConfig, TrainerConfig
-from lm.training.guards import NotFinite
 from lm.training.trainer import Trainer as BareTrainer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -132,8 +132,7 @@ def test_counts_are_taken_as_in_a_config():
 def test_the_trainer_takes_the_other_sections_of_a_config_by_name():
     given = {"guards": GuardsConfig(max_skipped=3), "samples": SamplesConfig(prompts=["a"])}
     callbacks = package.Trainer(**given, **ON_CPU).callbacks
-    observers = [getattr(each, "observer", None) for each in callbacks]
-    assert [each.max_skipped for each in observers if isinstance(each, NotFinite)] == [3]
+    assert [each.max_skipped for each in callbacks if isinstance(each, NotFinite)] == [3]
     assert [each.prompts for each in callbacks if isinstance(each, Samples)] == [["a"]]
 
 

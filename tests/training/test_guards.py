@@ -19,9 +19,9 @@ from trainings import PLACES, equipment, fit, rows_by_step
 from lm.data.loader import Batch
 from lm.errors import RequestError
 from lm.training.callbacks.alerts import Alerts
-from lm.training.callbacks.guards import Rollback
+from lm.training.callbacks.guards import NotFinite, Rollback
 from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.guards import Line, NotFinite
+from lm.training.guards import Line
 from lm.training.run_state import RunState
 from lm.training.step import StepResult
 from lm.training.step_stats import StepRecord, StepStats
@@ -158,8 +158,8 @@ def test_a_finding_knows_since_when():
         steps = [StepRecord(step - len(losses) + i, loss, 1.0, True) for i, loss in enumerate(losses, start=1)]
         return Line("a", step, 100, 0, metrics, 2, ScheduleConfig(), steps=steps)
 
-    def began(observer, *lines):
-        return [finding.began for each in lines for finding in observer.observe(each)]
+    def began(guard, *lines):
+        return [finding.began for each in lines for finding in guard.observe(each)]
 
     alerts, resumed = Alerts({"val_loss > 4": "stop"}), Alerts({"val_loss > 4": "stop"})
     assert began(alerts, line(10, {"val/loss": 3.0}), line(12, {"train/loss": 9.0})) == []
@@ -169,13 +169,13 @@ def test_a_finding_knows_since_when():
     assert began(NotFinite("skip", 3), line(4, loss, 1, math.nan), line(6, loss, math.nan, math.nan)) == [4, 4]
 
 
-def found_in(lines, observer, state=None, max_steps=12, **schedule):
-    """What an observer finds in log lines of step and metrics, each with its step."""
+def found_in(lines, guard, state=None, max_steps=12, **schedule):
+    """What a guard finds in log lines of step and metrics, each with its step."""
     if state is not None:
-        observer.load_state_dict(json.loads(json.dumps(state)))
+        guard.load_state_dict(json.loads(json.dumps(state)))
     return [
         (step, finding) for step, metrics in lines
-        for finding in observer.observe(
+        for finding in guard.observe(
             Line("a", step, max_steps, 256 * step, metrics, 1, ScheduleConfig(**schedule)))
     ]  # fmt: skip
 

@@ -9,7 +9,7 @@ CALLBACKS = "lm.training.callbacks."
 MISSING = (
     *(CALLBACKS + name for name in (
         "alerts", "bigram_init", "budget", "call_thread", "events", "postmortem", "predictions", "samples",
-        "throughput_floor",
+        "spike_injection", "throughput_floor",
     )),
     "lm.training.alerts", "lm.training.out_of_memory", "lm.training.plain_run_state", "lm.runs.expectations",
     "lm.runs.postmortem", "lm.data.rare", "lm.training.launcher", "lm.training.distributed",

@@ -15,7 +15,7 @@ from lm.data.rare import rare_rows, rare_tokens
 from lm.data.shards import Shards
 from lm.runs.postmortem import steps_of, still_open
 from lm.training.callbacks.alerts import Spike
-from lm.training.callbacks.postmortem import SpikeInjection
+from lm.training.callbacks.spike_injection import SpikeInjection
 from lm.training.config import GuardsConfig
 
 STEPS = [30, 31, 32, 33, 34]

@@ -8,15 +8,18 @@ from typing import Any
 
 from lm.system.units import format_figure
 from lm.training.alerts import NAMES, Condition
+from lm.training.callbacks.guards import Guard
 from lm.training.config import Action
-from lm.training.guards import Finding, Line, Observer
+from lm.training.guards import Finding, Line
+from lm.training.module import LanguageModule
 from lm.training.schedule import warmup_and_decay_steps
+from lm.training.trainer import Trainer
 
 ONCE = ("warn", "checkpoint")  # actions that come once, until the condition was false
 FIRST_LINES = 10  # of a run, that count as its warm-up at least
 
 
-class Alerts(Observer):
+class Alerts(Guard):
     """Evaluates every condition when its metric is logged, over the newest value and the last finite ones before.
 
     A condition is undecided (None) until its metric has a value and the window of its median is full; then it does not
@@ -87,8 +90,9 @@ class Alerts(Observer):
             figures.append(f"median({condition.median_of}, {condition.count}) is {median_value}")
         return " ".join(filter(None, [f"{condition.text}:", ", ".join(figures), f"at step {step}"]))
 
-    def forget_newest(self) -> None:
-        self._newest.clear()  # values of a bad state are no measure for later ones: they enter no window
+    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
+        if action == "rollback":
+            self._newest.clear()  # values of a bad state are no measure for later ones: they enter no window
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -112,5 +116,5 @@ class Spike(Alerts):
 
     guard = "spike"
 
-    def __init__(self, condition: str | None) -> None:
-        super().__init__({condition: "warn"} if condition else {})
+    def __init__(self, condition: str) -> None:
+        super().__init__({condition: "warn"})

@@ -17,22 +17,24 @@ from lm.training.budget import Budget, Cost
 from lm.training.callbacks.guards import Guard, act
 from lm.training.callbacks.logging import remaining
 from lm.training.config import BudgetConfig
+from lm.training.guards import Finding, Line
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 
-class BudgetGuard(Guard[Budget]):
+class BudgetGuard(Guard):
     """The clock starts with the process, since the machine is paid for from then on."""
 
     def __init__(self, config: BudgetConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(Budget(config, clock))
+        self.budget = Budget(config, clock)
+
+    def observe(self, line: Line) -> list[Finding]:
+        return self.budget.observe(line)
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        if not self.observer.config.wanted:
-            return
         spent = []
         if trainer.is_global_zero:
-            spent = self.observer.begin(_spent_before(trainer.run), seconds_since_process_start())
+            spent = self.budget.begin(_spent_before(trainer.run), seconds_since_process_start())
             self._write(trainer)
         for finding in trainer.strategy.broadcast(spent):
             act(trainer, pl_module, finding)
@@ -40,7 +42,7 @@ class BudgetGuard(Guard[Budget]):
                 raise trainer.run_state.stop
 
     def on_pause(self, trainer: Trainer, seconds: float, kind: str) -> None:
-        self.observer.pace.add_pause(trainer.global_step, seconds, kind)
+        self.budget.pace.add_pause(trainer.global_step, seconds, kind)
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         super().on_metrics(trainer, pl_module, metrics)
@@ -52,7 +54,7 @@ class BudgetGuard(Guard[Budget]):
     on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
 
     def _write(self, trainer: Trainer) -> None:
-        budget = self.observer
+        budget = self.budget
         if budget.meter is None:  # on other ranks, and before a training
             return
         trainer.run_state.usd_per_hour = budget.meter.rate

@@ -1,8 +1,10 @@
-"""Actions of guards after a finding (report, checkpoint, stop, rollback)."""
+"""Guards: what follows their findings (report, checkpoint, stop, rollback), their base, and that of NaN and Inf."""
 
 import logging
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal
 
 from lm.errors import GuardStop
 from lm.runs.trainer_json import find_damage
@@ -11,7 +13,7 @@ from lm.training.callback import Callback, call_hook
 from lm.training.callbacks.logging import remaining
 from lm.training.checkpoint_content import from_content
 from lm.training.config import Action
-from lm.training.guards import Finding, Line, Observer
+from lm.training.guards import Finding, Line
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -61,21 +63,16 @@ def newest_checkpoint(trainer: Trainer, last: int) -> int | None:
     return trainer.strategy.broadcast(newest)
 
 
-Watching = TypeVar("Watching", bound=Observer)
+class Guard(Callback, ABC):
+    """Looks at every log line, and acts on what it finds there. Rank zero decides, since speed and time differ.
 
-
-class Guard(Callback, Generic[Watching]):
-    """Passes every log line to an observer, and acts on its findings.
-
-    Rank zero decides, since speed and time differ between ranks.
+    Its state, where it has one, is in checkpoints under the name of its class. Others are in `callbacks/alerts`,
+    `callbacks/throughput_floor` and `callbacks/budget`.
     """
 
-    def __init__(self, observer: Watching) -> None:
-        self.observer = observer
-
-    @property
-    def state_key(self) -> str:
-        return type(self.observer).__name__
+    @abstractmethod
+    def observe(self, line: Line) -> list[Finding]:
+        """What this line shows. It changes nothing of the training."""
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
         line = Line(
@@ -90,18 +87,53 @@ class Guard(Callback, Generic[Watching]):
             steps=trainer.run_state.stats.recent,
             scaled=trainer.run_state.stats.scaled,
         )
-        for finding in trainer.strategy.broadcast(self.observer.observe(line)):
+        for finding in trainer.strategy.broadcast(self.observe(line)):
             act(trainer, pl_module, finding)
 
-    def on_guard(self, trainer: Trainer, pl_module: LanguageModule, guard: str, action: Action, message: str) -> None:
-        if action == "rollback":
-            self.observer.forget_newest()
+
+# ---- NaN and Inf -----------------------------------------------------------------------------------------------------
+
+
+class NotFinite(Guard):
+    """Finds optimizer steps whose loss or gradient was not finite, and stops a run that has no others.
+
+    Such a step changes no weight: the device decides that before the optimizer's step, the same on all ranks
+    (see `training/step`).
+    """
+
+    def __init__(self, policy: Literal["skip", "stop"], max_skipped: int) -> None:
+        self.policy, self.max_skipped, self._in_a_row = policy, max_skipped, 0
+
+    def observe(self, line: Line) -> list[Finding]:
+        if "train/loss" not in line.metrics:
+            loss = line.metrics.get("val/loss", 0.0)
+            return [] if math.isfinite(loss) else [Finding("not-finite", "warn", f"validation loss {loss}")]
+        skipped = []
+        for step in line.steps:
+            if math.isfinite(step.loss) and (line.scaled or math.isfinite(step.grad_norm)):
+                self._in_a_row = 0
+            else:
+                self._in_a_row += 1
+                skipped.append(step)
+        if not skipped:
+            return []
+        first, too_many = skipped[0], self._in_a_row >= self.max_skipped
+        more = f" and {len(skipped) - 1} more since" if len(skipped) > 1 else ""
+        message = (
+            f"step {first.step}{more} changed no weight: its loss is {first.loss:.4g}, its gradient norm "
+            f"{first.grad_norm:.4g}; `lm data show --run {line.run} --step {first.step}` has its samples"
+        )
+        if too_many:
+            message += f"; {self._in_a_row} in a row are as many as guards.max_skipped allows"
+        stop = too_many or self.policy == "stop"
+        began = min(first.step, skipped[-1].step - self._in_a_row + 1)  # perhaps in an earlier log line
+        return [Finding("not-finite", "stop" if stop else "warn", message, save=stop, began=began)]
 
     def state_dict(self) -> dict[str, Any]:
-        return self.observer.state_dict()
+        return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.observer.load_state_dict(state_dict)
+        self._in_a_row = state_dict.get("in_a_row", 0)
 
 
 # ---- rollback --------------------------------------------------------------------------------------------------------

@@ -8,13 +8,12 @@ from lightning.pytorch import Callback as LightningCallback
 
 from lm.training.callback import Callback
 from lm.training.callbacks.checkpoints import Checkpoints
-from lm.training.callbacks.guards import Guard, Rollback
+from lm.training.callbacks.guards import NotFinite, Rollback
 from lm.training.callbacks.heartbeat import Heartbeat
 from lm.training.callbacks.logging import ProgressBar, RunLog, Throughput
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.stopping import Interrupt
 from lm.training.config import TrainerConfig
-from lm.training.guards import NotFinite, Observer
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -24,7 +23,7 @@ def standard_callbacks(
 ) -> list[LightningCallback]:
     """The callbacks of `lm fit` in order.
 
-    The run's folder comes first, so that later callbacks may write. Of the guards, those with observers come first,
+    The run's folder comes first, so that later callbacks may write. Guards come first,
     then post-mortems, then the rollback. `sections` is the result of `sections_of_callbacks`. What a config may leave
     out is a row of three: file, class, and the options to make it from; without any, the file is not imported.
     """
@@ -36,12 +35,12 @@ def standard_callbacks(
         RunLog(trainer.log_interval),
         Throughput(),
         ("bigram_init", "BigramInit", trainer.bigram_init or None),
-        ("postmortem", "SpikeInjection", guards.inject_step),
-        Guard(NotFinite(guards.not_finite, guards.max_skipped)),
+        ("spike_injection", "SpikeInjection", guards.inject_step),
+        NotFinite(guards.not_finite, guards.max_skipped),
         ("alerts", "Alerts", guards.alerts or None),
         ("alerts", "Spike", guards.spike or None),
         ("budget", "BudgetGuard", budget if budget.wanted else None),
-        ("throughput_floor", "ThroughputGuard", None if throughput.floor is None else throughput),
+        ("throughput_floor", "ThroughputFloor", None if throughput.floor is None else throughput),
         PostMortemOnGuard(),
         Rollback(guards.max_rollbacks),
         ("events", "Events", run_folder if run_folder.options.on_event else None),
@@ -53,8 +52,7 @@ def standard_callbacks(
         Interrupt(),
     ]
     wanted_rows = [row for row in rows if not (isinstance(row, tuple) and row[2] is None)]
-    callbacks = [_make(*row) if isinstance(row, tuple) else row for row in wanted_rows]
-    return [Guard(each) if isinstance(each, Observer) else each for each in callbacks]
+    return [_make(*row) if isinstance(row, tuple) else row for row in wanted_rows]
 
 
 def _make(file: str, name: str, *options: Any) -> Any:

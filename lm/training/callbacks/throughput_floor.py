@@ -4,14 +4,14 @@ from lm.kernels.torch_private import compiled_graphs
 from lm.system.units import format_count, plural
 from lm.training.callbacks.guards import Guard
 from lm.training.config import ThroughputConfig
-from lm.training.guards import Finding, Line, Observer
+from lm.training.guards import Finding, Line
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 DATA_WAIT = 0.1  # part of the time without data from which on data is named as a cause
 
 
-class ThroughputFloor(Observer):
+class ThroughputFloor(Guard):
     """Names the causes when training is below its floor for some log lines, and again only after it was above it.
 
     The first log line of a session is not judged: in it kernels are compiled and caches are cold.
@@ -20,6 +20,10 @@ class ThroughputFloor(Observer):
     def __init__(self, config: ThroughputConfig) -> None:
         self.config = config
         self.begin()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
+        built = pl_module.built
+        self.begin(f"attention {built.attention}, kernels {built.kernels}")
 
     def begin(self, computed: str = "") -> None:
         """A session begins, with these kernels, in words."""
@@ -56,14 +60,3 @@ class ThroughputFloor(Observer):
         wait = "not measured" if data_wait is None else f"{data_wait:.1%}"
         causes = causes or [f"no cause found (data wait {wait}, no new graphs)"]
         return [*causes, self._computed]
-
-
-class ThroughputGuard(Guard[ThroughputFloor]):
-    """Passes facts on kernels to `ThroughputFloor`."""
-
-    def __init__(self, config: ThroughputConfig) -> None:
-        super().__init__(ThroughputFloor(config))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
-        built = pl_module.built
-        self.observer.begin(f"attention {built.attention}, kernels {built.kernels}")
