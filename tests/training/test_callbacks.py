@@ -77,7 +77,7 @@ def test_a_wrong_argument_is_refused_in_one_line_and_leaves_no_run(workplace):
 
 @pytest.mark.parametrize("given, message", [
     ([{"class_path": PLACE + "EarlyStopping"}],
-     "monitor is missing; give --trainer.callbacks.init_args.monitor VALUE"),
+     "monitor is missing; give --trainer.callbacks.init_args.monitor val/loss"),
     ([{"class_path": "Stopping"}], "Lightning has no Stopping; give its path"),
     ([{"class_path": PLACE + "EarlyStoping"}], "has no EarlyStoping"),
 ])  # fmt: skip

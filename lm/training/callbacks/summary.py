@@ -1,6 +1,7 @@
 """Log lines about a fit: at its start what it will do, at its end what it did and which commands follow."""
 
 import logging
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+SAMPLE_WIDTH = 300  # characters of a sample to show
 
 
 class Summary(Callback):
@@ -62,6 +65,12 @@ class Summary(Callback):
             log.info("model: %s, which Hugging Face transformers loads as it is", model)
         else:
             log.info("model: %s, which lm.load_model(path, module=%s) loads", model, type(pl_module).__name__)
+        if (trainer.run.path / "samples.jsonl").exists():
+            from lm.runs.history import read_samples
+
+            for line in read_samples(trainer.run)[-1:]:
+                text = textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ...")
+                log.info("sample: %s", text)
         for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
             log.info("%-60s  # %s", command, purpose)
 
