@@ -124,6 +124,7 @@ def make_runs(options: LadderOptions, overrides: Overrides, recipe: str = "") ->
         except RequestError as error:
             raise RequestError(f"depth {depth}: {error}") from error
         del settings["samples"]  # which take time and teach nothing
+        settings["trainer"].pop("bigram_init", None)  # only short runs have it: all sizes begin alike
         settings["trainer"] |= {"devices": 1, "default_root_dir": str(options.folder), "keep_checkpoints": 1}
         settings["data"]["val_tokens"] = VALIDATED
         request = override(settings, overrides)

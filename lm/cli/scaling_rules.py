@@ -15,7 +15,7 @@ from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import RULES
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
-BIGRAM_RUN, BIGRAM_VOCABULARY = 1_000, 8_192  # optimizer steps and tokens, up to which a run begins with bigrams
+BIGRAM_MAX_STEPS, BIGRAM_MAX_VOCABULARY = 1_000, 8_192  # the longest run and largest vocabulary with `bigram_init`
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
 
@@ -77,7 +77,7 @@ class Recipe:
 
         Measured in runs of 300 and 600 steps (tests/benchmarks/README.md, "Bigrams before the first step").
         """
-        small = self.steps <= BIGRAM_RUN and self.decoder.vocab_size <= BIGRAM_VOCABULARY
+        small = self.steps <= BIGRAM_MAX_STEPS and self.decoder.vocab_size <= BIGRAM_MAX_VOCABULARY
         return self.optimizer == "muon" and small
 
     @property

@@ -32,7 +32,7 @@ class RunState:
     clip: float | None = None  # largest norm of the gradient
     steps: Steps = cast(Steps, None)  # counts of the run
     start: Progress = Progress()  # where the training of this process began
-    new_weights: bool = True  # those of the training's beginning are new, and of no checkpoint
+    new_weights: bool = True  # training begins from new weights, not from a checkpoint
     run: Run = cast(Run, None)  # the run's folder, once it is claimed; None before
     other_model: bool = False  # load a checkpoint's weights into another model, as a branch does
 

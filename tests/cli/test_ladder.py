@@ -102,7 +102,7 @@ def test_the_same_command_trains_nothing_again_and_compares_the_prediction(place
 
 def test_another_recipe_is_compared_at_the_same_sizes(place, run_ladder):
     options = ["ladder", "--depths", "2", "--max_steps", "6", *SIZES, "--name", "still", "--against",
-               "--trainer.bigram_init false --model.optimizer.groups.embedding.lr 1e-9 --model.optimizer.groups.output.lr 1e-9"]  # fmt: skip
+               "--model.optimizer.groups.embedding.lr 1e-9 --model.optimizer.groups.output.lr 1e-9"]  # fmt: skip
     (said, _), page = run_ladder(*options), (place / "checkpoints/still/ladder.html").read_text()
     [size] = report(place, "still")["against"]["sizes"]
     assert size["whole"] == [report(place)["runs"][0]["loss"]] and size["half"][0] > size["whole"][0]

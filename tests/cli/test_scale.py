@@ -111,6 +111,16 @@ def test_short_runs_average_over_fewer_steps_and_short_contexts_turn_faster():
     assert weight_decay(0.25, 1e-3, 10_000) == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("options, begins", [
+    ({"max_steps": 1_000, "vocab_size": 8_192}, True), ({"max_steps": 1_001, "vocab_size": 8_192}, False),
+    ({"max_steps": 1_000, "vocab_size": 8_193}, False),
+    ({"max_steps": 100, "vocab_size": 4_096, "optimizer": "adamw"}, False),
+])  # fmt: skip
+def test_short_runs_of_a_small_vocabulary_begin_with_bigrams(options, begins):
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert yaml.safe_load(scale("--depth", 4, *arguments))["trainer"].get("bigram_init", False) == begins
+
+
 @pytest.mark.parametrize("depth", [2, 3, 5, 8, 12, 17, 24, 32])
 def test_a_depth_is_a_config_that_comes_out_even(depth, tmp_path):
     """It parses as `lm fit` parses it, holds the recipe's numbers, and divides by a node's devices."""
