@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.kernels.fp8.mlp import NormMlpFp8
-from lm.kernels.linear import Weight, factor, weight_gradient
+from lm.kernels.linear import Weight, factor, linear, weight_gradient
 from lm.kernels.norm_linear import norm_linear
 from lm.kernels.rms_norm import check_shapes_and_dtypes
-from lm.kernels.swiglu import BACKWARD, FORWARD
+from lm.kernels.swiglu import BACKWARD, FORWARD, Swiglu
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -38,13 +38,15 @@ def norm_mlp(
 ) -> tuple[Tensor, Tensor]:
     """`norm_linear`, SwiGLU (Shazeer, 2020, arXiv:2002.05202) and `linear`: the stream and the result, `(..., C)` each.
 
-    `up` is `(2 I, C)`, gate above up, and `down` `(C, I)`, both with the same `scaling`. SwiGLU, `silu(gate) * up`, is
-    computed in fp32 and rounded once.
+    `up` is `(2 I, C)`, gate above up, and `down` `(C, I)`. SwiGLU, `silu(gate) * up`, is computed in fp32 and rounded
+    once.
     """
-    if up.scaling is not None:
+    if up.scaling is not None and up.scaling == down.scaling:
         check_shapes_and_dtypes(x, residual, norm_weight)
         weights = up.parameter, factor(up, x.dtype), down.parameter, factor(down, x.dtype)
         stream, out = NormMlpFp8.apply(x, residual, norm_weight, eps, *weights, up.scaling)
         return x if stream is None else stream, out
     stream, gate_up = norm_linear(x, residual, norm_weight, eps, up)
+    if down.scaling is not None:
+        return stream, linear(Swiglu.apply(gate_up), down)
     return stream, _SwigluLinear.apply(gate_up, down.parameter, factor(down, gate_up.dtype), down.total)

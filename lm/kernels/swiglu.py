@@ -71,3 +71,14 @@ BACKWARD = define(
     cuda=_cuda_backward,
     fake=_empty_backward,
 )
+
+
+class Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return FORWARD(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> Tensor:
+        return BACKWARD(dz, *ctx.saved_tensors)[0]
