@@ -27,6 +27,7 @@ from lm.cli.command_options import DeviceOptions, PlanOptions, take_fields
 from lm.cli.fit import quiet_lightning
 from lm.cli.ladder_options import LadderOptions, Overrides, recipes
 from lm.cli.ladder_report import AGAINST, LadderRun, ModelSize, page, print_report, report
+from lm.cli.plan_checks import MANY_EPOCHS
 from lm.cli.plan_facts import examine
 from lm.cli.request import override, to_yaml
 from lm.errors import Interrupted, RequestError, RunError
@@ -203,7 +204,7 @@ def print_plan(
         for row, size in zip(rows, sizes, strict=True):
             row.append("" if size["usd"] is None else format_figure(size["runs"] * size["usd"]))
     console.print(plain_table(heads, "n" * len(heads), rows))
-    if (most := max(size["epochs"] or 0 for size in sizes)) > 100:
+    if (most := max(size["epochs"] or 0 for size in sizes)) > MANY_EPOCHS:
         console.print(f"{most:,.0f} epochs of the text teach nothing new: give more --data, or a smaller --ratio")
     finished, planned = sum(one.finished for one in to_train), [size for size in sizes if size["runs"]]
     total = "" if finished else ": how long they take is known when the first one has ended"

@@ -135,8 +135,8 @@ def _memory_lines(facts: Facts) -> list[str]:
     ]
     if largest and memory["total"] <= available:
         steps = facts["steps"]
-        whole = largest == steps["micro_batch_size"] * steps["accumulate"]
-        lines.append(f"the largest micro-batch that fits is {largest:,}{', which is the whole batch' * whole}")
+        whole = ", the whole batch" if largest == steps["micro_batch_size"] * steps["accumulate"] else ""
+        lines.append(f"the largest micro-batch that fits is {largest:,}{whole}")
     return lines
 
 

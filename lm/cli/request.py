@@ -203,7 +203,8 @@ def describe_option(command: str, message: str) -> str:
     if name == "model.optimizer.name":
         return f"{message}; for another class give model.optimizer.class_path in its place, such as torch.optim.SGD"
     if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(value)):
-        return f"{message}; did you mean {near}{', on an NVIDIA GPU from Hopper on' * near.startswith('fp8')}?"
+        device = ", on an NVIDIA GPU from Hopper on" if near.startswith("fp8") else ""
+        return f"{message}; did you mean {near}{device}?"
     for option in all_options(command):
         example = re.search("such as `.*?`", option.help)
         if option.name == name and example and re.match("expected (a list|dict|keys)|Expected a dot", problem):
