@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
-from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args
 
@@ -33,7 +32,6 @@ from lm.errors import RequestError, require
 from lm.system import process
 from lm.system.arguments import Parser
 from lm.system.dataclass_arguments import arguments_from
-from lm.system.parsing import read_object
 from lm.training.config import (
     SECTIONS,
     EvaluationConfig,
@@ -59,13 +57,15 @@ class Sections:
 
     def steps(self, world_size: int) -> Steps:
         """The optimizer steps of the run; RequestError for a length or a batch that does not come out even."""
-        trainer, manifest = self.trainer, Path(self.data.path or "", "manifest.json")
-        if trainer.max_epochs and trainer.max_steps is None and trainer.max_tokens is None and manifest.is_file():
-            tokens = math.ceil(read_object(manifest)["splits"]["train"]["tokens"] * trainer.max_epochs)
-            raise RequestError(
-                f"trainer.max_epochs {trainer.max_epochs:g} is only a limit: give the length too, such as "
-                f"--trainer.max_tokens {tokens}"
-            )
+        trainer = self.trainer
+        if trainer.max_epochs and trainer.max_steps is None and trainer.max_tokens is None:
+            from lm.cli.scale import manifest
+
+            if tokens := manifest(self.data.path or "").get("splits", {}).get("train", {}).get("tokens"):
+                raise RequestError(
+                    f"trainer.max_epochs {trainer.max_epochs:g} is only a limit: give the length too, such as "
+                    f"--trainer.max_tokens {math.ceil(tokens * trainer.max_epochs)}"
+                )
         return plan_steps(self.data, world_size, trainer.max_steps, trainer.max_tokens)
 
 
@@ -186,20 +186,15 @@ def describe_option(command: str, message: str) -> str:
     from lm.system.other_names import OTHER_PRECISIONS
 
     name, _, problem = message.partition(": ")
-    value = f"{problem} ".rpartition("got ")[2].strip(" '")
-    if not value:
+    if problem.endswith(", got"):
         return f"{name} needs a value"
-    if "expected float" in problem and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", value):
-        return f"{message}; did you mean {value.replace(',', '.')}?"
-    ratio = f"{name.removesuffix('_steps')}_ratio"
-    if re.fullmatch(r"\d+(\.\d+)?%", value):
-        share = f"{float(value[:-1]) / 100:g}"
-        if ratio in [option.name for option in all_options(command)]:
-            return f"{message}; a share of the steps is --{ratio} {share}"
-        if "expected float" in problem:
-            return f"{message}; did you mean {share}?"
-    if "'none'" in problem and value.lower() in ("off", "false", "no"):
-        return f"{message}; did you mean none?"
+    value = problem.rpartition("got ")[2].strip("'")
+    if meant := _meant_value(value, problem):
+        ratio = f"{name.removesuffix('_steps')}_ratio"
+        if value.endswith("%") and ratio in [option.name for option in all_options(command)]:
+            return f"{message}; a share of the steps is --{ratio} {meant}"
+        if "expected a count" not in problem:
+            return f"{message}; did you mean {meant}?"
     if name == "model.optimizer.name":
         return f"{message}; for another class give model.optimizer.class_path in its place, such as torch.optim.SGD"
     if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(value)):
@@ -213,6 +208,15 @@ def describe_option(command: str, message: str) -> str:
         if name in re.split(r"\W+", option.kind.partition("{")[2]):  # of an entry of a list
             return f"{option.name}: {message}"
     return message
+
+
+def _meant_value(value: str, problem: str) -> str:
+    """Our spelling of a value that is written as elsewhere: `10%`, a decimal comma, `off` in place of `none`."""
+    if re.fullmatch(r"\d+(\.\d+)?%", value):
+        return f"{float(value[:-1]) / 100:g}"
+    if "expected float" in problem and re.fullmatch(r"\d+,\d+(e[+-]?\d+)?", value):
+        return value.replace(",", ".")
+    return "none" if "'none'" in problem and value.lower() in ("off", "false", "no") else ""
 
 
 def run_settings(command: str, parser: Parser, completed: Namespace) -> dict[str, Any]:

@@ -65,6 +65,12 @@ def test_what_means_nothing_any_more_is_dropped_and_said(options, message, caplo
     assert request.model.optimizer.lr == 1.12e-2  # what is the user's stays
 
 
+def test_a_class_takes_the_place_of_a_name_that_is_wrong(tmp_path):
+    (tmp_path / "lion.yaml").write_text("model: {optimizer: {name: lion}}\n")
+    typed = ["--config", str(tmp_path / "lion.yaml"), "--model.optimizer.class_path", "torch.optim.SGD"]
+    assert read("fit", [*TINY, *typed]).model.optimizer.class_path == "torch.optim.SGD"
+
+
 def test_a_tied_embedding_of_a_config_leaves_the_output_out(tmp_path, caplog):
     tied = tmp_path / "tied.yaml"
     untied = find_config("tiny.yaml").read_text()

@@ -156,3 +156,17 @@ def test_what_is_too_large_for_a_text_is_said_and_the_config_is_written(here, ca
     assert len(warnings) == bool(said) and said.replace("{data}", data) in "".join(warnings)
     config = (here / "new.yaml").read_text()
     assert "--output new.yaml\n" in config and f"--tokenizer bpe --vocab_size {vocab_size + 9}\n" in config
+
+
+def test_epochs_alone_are_answered_with_their_tokens(here, capsys):
+    write_config(here)
+    write_manifest(here / "data", 1_001, 100)
+    typed = ["fit", "--config", "small.yaml", "--data.path", "data", "--trainer.max_steps", "null"]
+    assert main([*typed, "--trainer.max_epochs", "1.5"]) == 2
+    assert "1.5 is only a limit: give the length too, such as --trainer.max_tokens 1502" in capsys.readouterr().err
+
+
+def test_a_size_for_texts_that_are_not_there_is_written_and_said(here, caplog):
+    with caplog.at_level("INFO", "lm"):
+        assert main(["scale", "--data", "data/mien", "--depth", "2", "--output", "new.yaml"]) == 0
+    assert "data/mien is not there yet: `lm data prepare` makes it" in caplog.text

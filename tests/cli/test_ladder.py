@@ -134,6 +134,10 @@ def test_the_plan_alone_makes_no_folder(place, run_ladder):
     [size] = json.loads(printed)["sizes"]
     assert (size["depth"], size["runs"]) == (2, 3) and size["tokens"] > 0 and size["parameters"] > 0
     assert size["epochs"] > 4
+    printed, _ = run_ladder("ladder", *new, *SIZES, "--plan_only")
+    assert "epochs of the text teach nothing new" not in printed
+    printed, _ = run_ladder("ladder", *new, *SIZES, "--ratio", "3000", "--plan_only")
+    assert "epochs of the text teach nothing new: give more --data, or a smaller --ratio" in printed
 
 
 def run_with_loss(path, status="finished", **metrics):

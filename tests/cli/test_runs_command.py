@@ -241,7 +241,7 @@ def test_compare_draws_both_and_shows_only_what_differs(place):
     assert re.search(r"o +slow \(best\) +finished +0\.325 +0\.325 +40 +2\.1", done.stdout)
     settings = done.stdout[done.stdout.index("setting") :].splitlines()[1:]
     assert [line.split() for line in settings] == [["model.optimizer.lr", "0.1", "0.2"]]
-    assert (place / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert (place / "both.png").read_bytes().startswith(b"\x89PNG") and "the chart is in both.png" in done.stderr
     assert "\x1b[36m" in in_terminal("compare", "slow", "fast")
 
 

@@ -176,6 +176,10 @@ def test_a_changed_config_is_refused_only_where_it_makes_the_run_a_lie(tmp_path)
         with pytest.raises(RequestError, match=f"with other options: {next(iter(changed))}.* was .*--force"):
             check_config_changes(run, config | changed, force=False)
         check_config_changes(run, config | changed, force=True)
+    other = make(tmp_path, "a")  # a-2, which has what the config asks for
+    other.config.write_text("{seed_everything: 2, model: {optimizer: {lr: 0.2}}, data: {path: x}}")
+    with pytest.raises(RequestError, match="give --run a-2, which has these options, or "):
+        check_config_changes(run, config | {"seed_everything": 2}, force=False)
 
 
 def test_an_option_that_one_version_lacks_is_no_difference_where_it_is_off():

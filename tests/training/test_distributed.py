@@ -130,7 +130,7 @@ def curves(run: Run, names=("train/loss", "val/loss", "val/bpb", "optim/grad_nor
 def complaints(text: str) -> list[str]:
     """The lines of a program's standard error that are neither the run's log nor empty."""
     log = r"step \d|run checkpoints|curves:|from another|preparing|learning|\d+ x \d+ tokens|changed since|passing over"
-    log += r"|kernels:|no run '|model:|data:|training:|weights:|\d+ steps in|best |sample:"
+    log += r"|kernels:|no run '|model:|data:|training:|optimizer:|weights:|\d+ steps in|best |sample:"
     log += r"|SIG\w+: stopping after this step|(lm|\S+ -m lm) (generate|runs|export)|device:|time left, |compil"
     log += r"|warning: validations take|warning: the run of [\d,]+ steps reads the data"  # of plan
     return [line for line in text.splitlines() if line.strip() and not re.match(log, line)]

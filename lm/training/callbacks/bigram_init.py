@@ -39,9 +39,7 @@ class BigramInit(Callback):
         if not self.enabled or trainer.state.fn != "fit" or not pl_module.run_state.new_weights:
             return
         if pl_module.is_custom() or pl_module.config.tie_word_embeddings:
-            log.info(
-                "trainer.bigram_init is left out: it is for the built-in decoder, with an output matrix of its own"
-            )
+            log.info("trainer.bigram_init is left out: it is for the built-in decoder, with an untied output matrix")
             return
         began, data, decoder = time.monotonic(), trainer.datamodule, cast(Any, pl_module.decoder)
         epoch = int(data.shards["train"].index.windows(data.seq_len).sum())
@@ -74,10 +72,8 @@ def factorize(counts: Tensor, width: int) -> tuple[Tensor, Tensor]:
     the output, fills each row up to a root mean square of 1, so that RMSNorm leaves it as it is. A random rotation,
     which changes no logit, spreads these over all columns: no single feature is special.
     """
-    before = (
-        counts.sum(1, keepdim=True).float() + 1
-    )  # (V, 1) how often a token is followed by another; no division by 0
-    after = counts.sum(0).float() + 1  # (V,) how often it follows one; no log of 0
+    # How often a token is followed by another, (V, 1), and follows one, (V,); + 1: no division by 0, no log of 0.
+    before, after = counts.sum(1, keepdim=True).float() + 1, counts.sum(0).float() + 1
     shares = after / after.sum()
     pmi = (counts + SMOOTHING * shares).div_(before + SMOOTHING).div_(shares).log_()  # (V, V), mostly near 0
     components = min(width - 2, len(counts))

@@ -23,9 +23,9 @@ def standard_callbacks(
 ) -> list[LightningCallback]:
     """The callbacks of `lm fit` in order.
 
-    The run's folder comes first, so that later callbacks may write. Guards come first,
-    then post-mortems, then the rollback. `sections` is the result of `sections_of_callbacks`. What a config may leave
-    out is a row of three: file, class, and the options to make it from; without any, the file is not imported.
+    The run's folder comes first, so that later callbacks may write. Post-mortems come after the guards, and then the
+    rollback. `sections` is the result of `sections_of_callbacks`. What a config may leave out is a row of three: file,
+    class, and the options to make it from; without any, the file is not imported.
     """
     guards, samples, evaluation = (sections[name] for name in ("guards", "samples", "evaluation"))
     early, budget, throughput = trainer.early_stopping, guards.budget, guards.throughput
