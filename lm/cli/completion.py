@@ -13,13 +13,19 @@ from lm.system.arguments import options_of_function
 
 BASH = """\
 _lm() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} words="{commands}"
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} words="{commands}"
   case "${{COMP_WORDS[*]:1:3}}" in
 {cases}
   esac
-  case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+  if [[ $current == = ]]; then current=; fi  # `--name=value` is three words
+  if [[ $previous == = ]]; then previous=${{COMP_WORDS[COMP_CWORD-2]}}; fi
+  if [[ $previous == --* && $current != -* ]]; then
+    case "$previous" in
+    --run) words=$(ls checkpoints 2> /dev/null) ;;
 {choices}
-  esac
+    *) words= ;;  # the names of files
+    esac
+  fi
   COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _lm lm
@@ -78,7 +84,8 @@ def fish_script(table: dict[str, list[Option]]) -> str:
             lines.append(f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {word} -d {help}")
         for option in table[command.name]:
             words = choices_of(option)
-            values = f" -x -a {quote(' '.join(words))}" if words else " -r"
+            offered = "(ls checkpoints 2>/dev/null)" if option.name == "run" else " ".join(words)
+            values = f" -x -a {quote(offered)}" if offered else " -r"
             text = quote(option.help.partition(". ")[0])
             lines.append(f"complete -c lm -n {quote(where)} -l {option.name}{values} -d {text}")
     return "\n".join(lines) + "\n"

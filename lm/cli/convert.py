@@ -19,6 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
 from lm.cli.model_options import ExportOptions, ImportOptions
+from lm.data.chat import DEFAULT_TEMPLATE, template_of
 from lm.errors import RequestError, first_line
 from lm.inference.export import Card, check_reload, model_card
 from lm.inference.pretrained import Pretrained, load_pretrained
@@ -37,11 +38,16 @@ from lm.training.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
-# A model that continues texts gets the prompt as it is; Ollama would write a conversation otherwise.
-MODELFILE = """\
-FROM ./{file}
-TEMPLATE "{{{{ .Prompt }}}}"
-PARAMETER num_ctx {context}
+# For Ollama, in Go's templates: a model that continues texts gets the prompt as it is; a chat model with our default
+# template gets that one. What Ollama knows of other templates it reads from the file.
+PROMPT_ALONE = "{{ .Prompt }}"
+DEFAULT_CHAT = """\
+{eos}{{{{ range .Messages }}}}{{{{ if eq .Role "assistant" }}}}Assistant:
+{{{{ .Content }}}}{eos}{{{{ else if eq .Role "system" }}}}System:
+{{{{ .Content }}}}
+{{{{ else }}}}User:
+{{{{ .Content }}}}
+{{{{ end }}}}{{{{ end }}}}Assistant:
 """
 SHARD_BYTES = 5 * 10**9  # the most in one file of weights
 DESCRIBING = ("config.json", "generation_config.json")
@@ -124,9 +130,20 @@ def write_for_llama_cpp(model: Pretrained, card: Card, dtype: str, file: Path) -
 
     about = {"name": card.name, "license": card.license, "languages": card.language}
     write_gguf(model, file, dtype, {name: value for name, value in about.items() if value})
-    modelfile = MODELFILE.format(file=file.name, context=model.config.max_position_embeddings)
-    file.with_name("Modelfile").write_text(modelfile, encoding="utf-8")
+    file.with_name("Modelfile").write_text(modelfile(model, file.name), encoding="utf-8")
     file.with_name("README.md").write_text(model_card(model, replace(card, gguf=file.name)), encoding="utf-8")
+
+
+def modelfile(model: Pretrained, file_name: str) -> str:
+    """What `ollama create` reads beside the file of a model."""
+    template = template_of(model.tokenizer)
+    texts = {None: PROMPT_ALONE, DEFAULT_TEMPLATE: DEFAULT_CHAT.format(eos=model.tokenizer.eos_token)}
+    lines = [f"FROM ./{file_name}", f"PARAMETER num_ctx {model.config.max_position_embeddings}"]
+    if template in texts:
+        lines.append(f'TEMPLATE """{texts[template]}"""')
+    else:
+        log.info("the Modelfile has no TEMPLATE: Ollama looks for one that it knows by the chat template of the file")
+    return "\n".join(lines) + "\n"
 
 
 def dtype_name(model: Pretrained) -> str:

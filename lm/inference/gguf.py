@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from lm.inference.pretrained import Pretrained
 from lm.model.config import DecoderConfig
 from lm.model.decoder import rope_frequencies
 from lm.model.huggingface import architecture_name, to_huggingface
+
+log = logging.getLogger(__name__)
 
 CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,17 +65,21 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
     add_shape(writer, config)
     add_tokenizer(writer, tokenizer, int(config.vocab_size))
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    matrices, in_fp32 = 0, 0
     for name, weight in weights(config, model.decoder.state_dict()):
         kind = gguf.GGMLQuantizationType[DTYPES[dtype] if weight.ndim > 1 else "F32"]
         block = gguf.GGML_QUANT_SIZES[kind][0]
         if weight.shape[-1] % block:
-            kind = gguf.GGMLQuantizationType.F32
+            kind, in_fp32 = gguf.GGMLQuantizationType.F32, in_fp32 + 1
+        matrices += weight.ndim > 1
         data = gguf.quantize(weight.float().contiguous().numpy(), kind)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")) or name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if in_fp32:
+        log.info("%d of %d matrices stay in fp32: %s needs rows of a multiple of 32", in_fp32, matrices, dtype)
 
 
 def kind_of(config: DecoderConfig) -> str:

@@ -145,6 +145,9 @@ def test_the_template_goes_to_exports_and_llama_cpp_writes_the_same_prompt(place
     lm(place, "export", "--run", "chat", "--output", str(tmp_path / "gguf"), "--format", "gguf")
     file = tmp_path / "gguf/gguf.gguf"
     assert GGUFReader(file).fields["tokenizer.chat_template"].contents() == DEFAULT_TEMPLATE
+    modelfile = (tmp_path / "gguf/Modelfile").read_text()  # the same text in Go's language of templates
+    assert f'TEMPLATE """{tokenizer.eos_token}{{{{ range .Messages }}}}' in modelfile
+    assert modelfile.endswith('{{ end }}{{ end }}Assistant:\n"""\n')
     pytest.importorskip("xllamacpp")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"},
                 {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]  # fmt: skip

@@ -67,9 +67,13 @@ def test_what_plan_refuses_is_underlined(option, value, capsys):
     ("fit --config tiny.yaml --model.optimizer.", ["--model.optimizer.lr"], ["--model.decoder.hidden_size"]),
     ("fit --model.optimizer.name ", ["adamw", "muon"], []), ("generate --t", ["--temperature", "--top_k"], []),
     ("branch --d", ["--decay", "--data.path"], []), ("data prepare --v", ["--val_fraction", "--vocab_size"], []),
+    ("generate --chat --ru", ["--run"], ["true"]), ("generate --temperature ", [], ["--top_k"]),
+    ("generate --run ", ["mine"], ["--top_k"]),
 ])  # fmt: skip
 @pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_a_shell_completes(shell, line, expected, missing, tmp_path, capsys):
+def test_a_shell_completes(shell, line, expected, missing, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/mine").mkdir(parents=True)
     if subprocess.run(["which", shell], capture_output=True).returncode:
         pytest.skip(f"no {shell}")
     assert main(["completion", shell]) == 0
@@ -84,6 +88,14 @@ def test_a_shell_completes(shell, line, expected, missing, tmp_path, capsys):
     done = subprocess.run([shell, "-c", command[shell]], capture_output=True, text=True)
     offered = {one.split("\t")[0] for one in done.stdout.splitlines()}
     assert offered >= set(expected) and not offered & set(missing), done
+
+
+def test_bash_completes_after_an_equals_sign(tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    typed = "COMP_WORDS=(lm fit --model.optimizer.name = m); COMP_CWORD=4"  # bash makes three words of it
+    command = f"source {tmp_path}/script; {typed}; _lm; echo ${{COMPREPLY[@]}}"
+    assert subprocess.check_output(["bash", "-c", command], text=True) == "muon\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -133,12 +133,21 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(shape, tokenizer, rea
         write_gguf(model, tmp_path / "model.gguf", "float32", {})
 
 
+def test_matrices_that_q8_0_cannot_divide_are_counted(tmp_path, caplog):
+    model = make_model(tmp_path, replace(SMALL, intermediate_size=72))
+    with caplog.at_level("INFO", "lm"):
+        write_gguf(model, tmp_path / "model.gguf", "q8_0", {})
+    kinds = [tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "model.gguf").tensors if len(tensor.shape) > 1]
+    assert f"{kinds.count('F32')} of {len(kinds)} matrices stay in fp32: q8_0 needs rows of a multiple" in caplog.text
+
+
 def test_the_command_writes_a_file_a_modelfile_and_a_card(tmp_path):
     make_model(tmp_path / "hf", SMALL)
     options = {"ckpt_path": str(tmp_path / "hf"), "format": "gguf", "dtype": "q8_0", "license": "apache-2.0"}
     export(ExportOptions(output=str(tmp_path / "out"), **options))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"out.gguf", "Modelfile", "README.md"}
-    assert (tmp_path / "out/Modelfile").read_text().startswith("FROM ./out.gguf\n")
+    lines = ["FROM ./out.gguf", f"PARAMETER num_ctx {SMALL.max_position_embeddings}", 'TEMPLATE """{{ .Prompt }}"""']
+    assert (tmp_path / "out/Modelfile").read_text().splitlines() == lines
     card = (tmp_path / "out/README.md").read_text()
     assert "library_name: gguf" in card and "llama-cli -m out.gguf" in card and "from_pretrained" not in card
     fields = GGUFReader(tmp_path / "out/out.gguf").fields
