@@ -16,14 +16,14 @@ TYPES = {
     bool: {"type": "boolean"},
     int: {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": NUMBER}]},
     float: {"anyOf": [{"type": "number"}, {"type": "string", "pattern": NUMBER}]},
-    Count: {"anyOf": [{"type": "number"}, {"type": "string", "pattern": COUNT}]},
+    Count: {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": COUNT}]},
     str: {"type": ["string", "number"]},
     NoneType: {"type": "null"},
 }
 
 
 def schema() -> None:
-    """Print the JSON schema of a config, for a file lm.schema.json beside it; the first line of a preset names that."""
+    """Print the JSON schema of a config: write it to lm.schema.json beside the config, whose header names it."""
     print(json.dumps(config_schema(), indent=1))
 
 
