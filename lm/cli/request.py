@@ -193,7 +193,7 @@ def describe_option(command: str, message: str) -> str:
         ratio = f"{name.removesuffix('_steps')}_ratio"
         if value.endswith("%") and ratio in [option.name for option in all_options(command)]:
             return f"{message}; a share of the steps is --{ratio} {meant}"
-        if "expected a count" not in problem:
+        if not value.endswith("%") or "expected float" in problem:
             return f"{message}; did you mean {meant}?"
     if name == "model.optimizer.name":
         return f"{message}; for another class give model.optimizer.class_path in its place, such as torch.optim.SGD"

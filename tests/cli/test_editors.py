@@ -49,7 +49,8 @@ def test_a_complete_config_is_valid(capsys):
 @pytest.mark.parametrize("option, value", [
     ("trainer.max_stepz", 3), ("trainer.max_steps", "many"), ("model.optimizer.name", "lion"), ("hours", 1),
     ("model.decoder.hidden_size", "wide"), ("model.decoder.qk_norm", "yes"), ("data.sources", [{"weigth": 1}]),
-    ("trainer.checkpoint_interval", None), ("trainer.max_steps", -1), ("guards.alerts", ["loss > 1"]), ("model.schedule", "wsd"),
+    ("trainer.checkpoint_interval", None), ("trainer.max_steps", -1), ("guards.alerts", ["loss > 1"]),
+    ("model.schedule", "wsd"),
 ])  # fmt: skip
 def test_what_plan_refuses_is_underlined(option, value, capsys):
     config = {}

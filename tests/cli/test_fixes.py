@@ -170,3 +170,8 @@ def test_a_size_for_texts_that_are_not_there_is_written_and_said(here, caplog):
     with caplog.at_level("INFO", "lm"):
         assert main(["scale", "--data", "data/mien", "--depth", "2", "--output", "new.yaml"]) == 0
     assert "data/mien is not there yet: `lm data prepare` makes it" in caplog.text
+
+
+def test_a_share_is_no_proposal_for_a_choice(capsys):
+    assert main(["fit", "--config", "tiny.yaml", "--trainer.precision", "10%"]) == 2
+    assert "'fp8-rowwise', got 10%\n" in capsys.readouterr().err

@@ -16,7 +16,8 @@ def test_a_fit_describes_itself_and_what_it_has_made(workplace):
         "device: 1 x ", ", 32-true, peak 1e-05 TFLOP/s", "time left, from the steps so far: ",
         " parameters, ", "context 32", "tokens for training", "training: 12 steps of 256 tokens = 3.07K tokens",
         "a step is 4 x 32 tokens x 2 micro-batches x 1 rank", "data: data/small, ",
-        "optimizer: adamw, peak learning rate 0.01, schedule cosine", "weights: new, drawn from seed 9", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
+        "optimizer: adamw, peak learning rate 0.01, schedule cosine",
+        "weights: new, drawn from seed 9", "12 steps in ", "best validation loss ", "model: checkpoints/small/best",
     ):  # fmt: skip
         assert part in said, part
 
