@@ -8,7 +8,6 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,6 @@ class ScaleRequest(ScaleOptions):
         return command
 
 
-@cache
 def manifest(folder: str) -> dict[str, Any]:
     """What `lm data prepare` wrote of a folder; empty where it has not made one."""
     try:
