@@ -8,12 +8,16 @@ from shlex import quote
 from typing import Literal
 
 from lm.cli.command import TABLE, Command
+from lm.cli.config_files import CONFIGS
 from lm.cli.options import Option, all_options, options_of
 from lm.system.arguments import options_of_function
 
+RUNS = "(ls checkpoints 2> /dev/null)"  # in bash with a dollar sign before it
+RUN_COMMANDS = ("branch", "monitor", "runs check", "runs compare", "runs export", "runs rm", "runs show")
+WORDS = {**dict.fromkeys(RUN_COMMANDS, RUNS), "completion": "bash zsh fish"}  # what follows without an option
 BASH = """\
 _lm() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} words="{commands}"
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} words="{commands}" names=
   case "${{COMP_WORDS[*]:1:3}}" in
 {cases}
   esac
@@ -21,10 +25,12 @@ _lm() {{
   if [[ $previous == = ]]; then previous=${{COMP_WORDS[COMP_CWORD-2]}}; fi
   if [[ $previous == --* && $current != -* ]]; then
     case "$previous" in
-    --run) words=$(ls checkpoints 2> /dev/null) ;;
+    --run) words="${runs}" ;;
+    --config) words="{presets} $(compgen -f -- "$current")" ;;
 {choices}
     *) words= ;;  # the names of files
     esac
+  elif [[ $names && $current != -* ]]; then words=$names
   fi
   COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
@@ -58,11 +64,16 @@ def choices_of(option: Option) -> list[str]:
     return ["true", "false"] if option.kind == "bool" else option.kind.split("|") if "|" in option.kind else []
 
 
+def presets() -> str:
+    """The names of the configs that come along, which a command finds from anywhere."""
+    return " ".join(sorted(path.name for folder in CONFIGS for path in folder.glob("*.yaml")))
+
+
 def bash_script(table: dict[str, list[Option]]) -> str:
-    cases = [
-        f"    {quote(f'{name} ')}*) words={quote(' '.join(f'--{option.name}' for option in options))} ;;"
-        for name, options in sorted(table.items(), key=lambda item: -len(item[0]))  # `data show` before `data`
-    ]
+    cases = []
+    for name, options in sorted(table.items(), key=lambda item: -len(item[0])):  # `data show` before `data`
+        flags, names = " ".join(f"--{option.name}" for option in options), WORDS.get(name, "").replace("(", "$(")
+        cases.append(f"    '{name} '*) words='{flags}' names=\"{names}\" ;;")
     choices = {option.name: choices_of(option) for options in table.values() for option in options}
     values = [f"    --{name}) words={quote(' '.join(words))} ;;" for name, words in choices.items() if words]
     families: dict[str, list[str]] = {}  # `data` -> `prepare`, `inspect` ...
@@ -70,7 +81,9 @@ def bash_script(table: dict[str, list[Option]]) -> str:
         first, *second = name.split()
         families.setdefault(first, []).extend(second)
     cases += [f"    '{name} '*) words={quote(' '.join(words))} ;;" for name, words in families.items() if words]
-    return BASH.format(commands=" ".join(families), cases="\n".join(cases), choices="\n".join(values))
+    return BASH.format(
+        commands=" ".join(families), cases="\n".join(cases), choices="\n".join(values), runs=RUNS, presets=presets()
+    )
 
 
 def fish_script(table: dict[str, list[Option]]) -> str:
@@ -82,10 +95,11 @@ def fish_script(table: dict[str, list[Option]]) -> str:
         lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {quote('') if second else help}")
         for word in second:
             lines.append(f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {word} -d {help}")
+        if names := WORDS.get(command.name):
+            lines.append(f"complete -c lm -n {quote(where)} -f -a {quote(names)}")
         for option in table[command.name]:
-            words = choices_of(option)
-            offered = "(ls checkpoints 2>/dev/null)" if option.name == "run" else " ".join(words)
-            values = f" -x -a {quote(offered)}" if offered else " -r"
+            offered = {"run": RUNS, "config": presets()}.get(option.name) or " ".join(choices_of(option))
+            values = f" -r{' -f' * (option.name != 'config')} -a {quote(offered)}" if offered else " -r"
             text = quote(option.help.partition(". ")[0])
             lines.append(f"complete -c lm -n {quote(where)} -l {option.name}{values} -d {text}")
     return "\n".join(lines) + "\n"

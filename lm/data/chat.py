@@ -20,6 +20,7 @@ from lm.data.tokenizer import Tokenizer, token_name
 from lm.errors import RequestError, first_line
 
 ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names -> ours; others are the same
 # For tokenizers without a template: it needs no token but the one that ends a document. By `generation`, transformers
 # and TRL know what an answer is.
 DEFAULT_TEMPLATE = (
@@ -122,6 +123,7 @@ class ChatTemplate:
         Returns:
             Ids (n,), and whether each of them, and the end-of-text token after them, is learned: (n + 1,) bool.
         """
+        messages = from_sharegpt(messages)
         check_messages(messages)
         ids, learned = [], []
         for text, is_answer in self.pieces(messages):  # encoded each by itself, so that tokens end where turns do
@@ -180,6 +182,14 @@ class GenerationTag(Extension):
 def raise_exception(message: str) -> None:
     """The function by which templates refuse messages."""
     raise jinja2.TemplateError(message)
+
+
+def from_sharegpt(messages: Any) -> Any:
+    """Messages of `role` and `content` from ShareGPT's of `from` and `value`; anything else as it is."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) and "from" in one for one in messages):
+        return messages
+    names = [SHAREGPT_ROLES.get(str(one["from"]), one["from"]) for one in messages]
+    return [{"role": name, "content": one.get("value")} for name, one in zip(names, messages, strict=True)]
 
 
 def check_messages(messages: Any) -> None:

@@ -60,8 +60,9 @@ def generate(
     counts = [len(row) for row in rows]
     longest = max(counts)
     if longest >= context:
+        which = f"prompt {counts.index(longest) + 1}" if len(counts) > 1 else "the prompt"
         raise RequestError(
-            f"prompt {counts.index(longest) + 1} leaves no room for a new token: it has {longest} tokens, and the "
+            f"{which} leaves no room for a new token: it has {longest} tokens, and the "
             f"context has {context}; shorten it by {longest - context + 1} or more"
         )
     limits = [min(sampling.max_new_tokens, context - count) for count in counts]

@@ -102,7 +102,9 @@ def load_pretrained(
     of_weights: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     file = folder / "config.json"
     if not file.exists():
-        raise RequestError(f"{folder} is not a model: it has no config.json")
+        gguf = next(folder.glob("*.gguf"), None)
+        hint = f"; to use {gguf}: lm import --input {gguf} --output models/{gguf.stem}" if gguf else ""
+        raise RequestError(f"{folder} is not a model: it has no config.json{hint}")
     document = read_object(file)
     custom = document.get("model_type") == CUSTOM_MODEL_TYPE
     if custom:

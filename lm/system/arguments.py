@@ -191,6 +191,7 @@ def shorten(message: str, known: list[str]) -> str:
         text = message.partition('":')[2] if key else message
     text = re.sub(r"[Ee]xpected a <class '(?:\w+\.)*(\w+)'>", r"expected \1", " ".join(text.split()))
     text = re.sub(r"[Ee]xpected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
+    text = text.replace("', or expected one of '", "', '")
     text = text.replace(". Got value:", ", got").replace("Not of type Count: ", "")
     text = re.sub(r"expected dict, got ([^\[{].*)", r"expected keys and values: '{\1: ...}'", text)
     # The value of a list may contain a password.

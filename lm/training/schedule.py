@@ -122,9 +122,11 @@ def plan_steps(
     if tokens_per_step % tokens_at_once or tokens_per_step < tokens_at_once:
         ratio = tokens_per_step / tokens_at_once
         if tokens_per_step < seq_len:
+            shorter = tokens_per_step // (micro_batch_size * world_size)
+            samples = f"--data.seq_len {shorter}, for shorter samples, or " if shorter >= 16 else ""
             raise RequestError(
                 f"a sample has model.decoder.max_position_embeddings, {seq_len:,} tokens, and an optimizer step only "
-                f"data.global_batch_tokens {tokens_per_step:,}: give a smaller context or a larger batch"
+                f"data.global_batch_tokens {tokens_per_step:,}: give {samples}a larger batch"
             )
         nearest = max(1, round(ratio)) * tokens_at_once
         sizes = [size for size in range(1, micro_batch_size) if tokens_per_step % (size * seq_len * world_size) == 0]

@@ -69,12 +69,14 @@ def test_what_plan_refuses_is_underlined(option, value, capsys):
     ("fit --model.optimizer.name ", ["adamw", "muon"], []), ("generate --t", ["--temperature", "--top_k"], []),
     ("branch --d", ["--decay", "--data.path"], []), ("data prepare --v", ["--val_fraction", "--vocab_size"], []),
     ("generate --chat --ru", ["--run"], ["true"]), ("generate --temperature ", [], ["--top_k"]),
-    ("generate --run ", ["mine"], ["--top_k"]),
+    ("generate --run ", ["mine"], ["--top_k"]), ("runs show ", ["mine"], ["--json"]), ("branch ", ["mine"], ["--at"]),
+    ("completion ", ["fish"], ["mine"]), ("fit --config ", ["tiny.yaml", "own.yaml"], ["mine"]),
 ])  # fmt: skip
 @pytest.mark.parametrize("shell", ["bash", "fish"])
 def test_a_shell_completes(shell, line, expected, missing, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints/mine").mkdir(parents=True)
+    (tmp_path / "own.yaml").touch()
     if subprocess.run(["which", shell], capture_output=True).returncode:
         pytest.skip(f"no {shell}")
     assert main(["completion", shell]) == 0

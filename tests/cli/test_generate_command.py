@@ -126,7 +126,7 @@ def test_stop_strings_and_filters_are_obeyed(typed, model_folder):
     (["--temperature", "-1"], "temperature -1.0 must not be below 0"),
     (["--top_p", "2"], "top_p 2.0"),
     (["--max_new_tokens", "0"], "max_new_tokens 0 must be at least 1"),
-    (["--prompt", "x" * 32], "prompt 1 leaves no room for a new token: it has 32 tokens"),
+    (["--prompt", "x" * 32], "the prompt leaves no room for a new token: it has 32 tokens"),
     (["--stop", ""], "a stop string is empty"),
     (["--temprature", "1"], "did you mean 'temperature'?"),
 ])  # fmt: skip

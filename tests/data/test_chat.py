@@ -253,8 +253,10 @@ HELLO = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant
     ('{"text": "Hello"}', r"a.jsonl, line 2: there is no key 'messages' among 'text'; name it with --text_key"),
     ('{"messages": "Hello"}', 'a.jsonl, line 2: a conversation is a list of messages such as {"role": "user", '),
     ('{"messages": []}', "a.jsonl, line 2: a conversation is a list of messages such as"),
-    ('{"messages": [{"from": "human", "value": "Hello"}]}',
+    ('{"messages": [{"name": "human", "text": "Hello"}]}',
      "line 2: message 1 has the role None: write `role` as one of system, user, assistant, tool"),
+    ('{"messages": [{"from": "bot", "value": "Hello"}]}', "line 2: message 1 has the role 'bot': write `role` as one"),
+    ('{"messages": [{"from": ["human"]}]}', "line 2: message 1 has the role ['human']: write `role` as one of"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}',
      "line 2: message 2 has the role 'bot': write `role` as one of"),
     ('{"messages": [{"role": "tool", "content": "a"}, {"role": "assistant", "content": "b"}]}',
@@ -268,6 +270,15 @@ def test_a_bad_line_is_named(place, line, message):
     arguments = ["--chat", "--input", "a.jsonl", "--output", "never", "--tokenizer", "letters", "--seq_len", "64"]
     done = lm(place, "data", "prepare", *arguments, expect=1)
     assert done.stderr.splitlines()[-1].startswith("lm data prepare: a.jsonl, line 2: ") and message in done.stderr
+
+
+def test_conversations_of_sharegpt_are_read(tmp_path):
+    """The same ids and labels as of messages; roles that have no other name stay."""
+    template = ChatTemplate(write_chat_tokenizer(tmp_path / "0", "default"))
+    theirs = [{"from": "system", "value": "b"}, {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
+    ours = [{"role": "system", "content": "b"}, user("c"), assistant("d")]
+    for found, expected in zip(template.encode(theirs), template.encode(ours), strict=True):
+        assert np.array_equal(found, expected)
 
 
 def test_roles_that_do_not_alternate_are_left_to_the_template(tmp_path):
