@@ -5,7 +5,7 @@ The script that is printed has all of them, so that nothing of this project runs
 
 from importlib import import_module
 from shlex import quote
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from lm.cli.command import TABLE, Command
 from lm.cli.config_files import CONFIGS
@@ -26,7 +26,7 @@ _lm() {{
   if [[ $previous == --* && $current != -* ]]; then
     case "$previous" in
     --run) words="${runs}" ;;
-    --config) words="{presets} $(compgen -f -- "$current")" ;;
+    --config) compopt -o filenames 2> /dev/null; words="{presets} $(compgen -f -- "$current")" ;;
 {choices}
     *) words= ;;  # the names of files
     esac
@@ -61,7 +61,10 @@ def options_of_command(command: Command) -> list[Option]:
 
 
 def choices_of(option: Option) -> list[str]:
-    return ["true", "false"] if option.kind == "bool" else option.kind.split("|") if "|" in option.kind else []
+    if option.kind == "bool":
+        return ["true", "false"]
+    kinds = (option.hint, *get_args(option.hint))
+    return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def presets() -> str:
@@ -94,7 +97,9 @@ def fish_script(table: dict[str, list[Option]]) -> str:
         help = quote(command.help)
         lines.append(f"complete -c lm -n __fish_use_subcommand -a {first} -d {quote('') if second else help}")
         for word in second:
-            lines.append(f"complete -c lm -n '__fish_seen_subcommand_from {first}' -a {word} -d {help}")
+            others = " ".join(name.partition(" ")[2] for name in table if name.startswith(f"{first} "))
+            here = f"__fish_seen_subcommand_from {first}; and not __fish_seen_subcommand_from {others}"
+            lines.append(f"complete -c lm -n {quote(here)} -f -a {word} -d {help}")
         if names := WORDS.get(command.name):
             lines.append(f"complete -c lm -n {quote(where)} -f -a {quote(names)}")
         for option in table[command.name]:

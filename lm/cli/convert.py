@@ -195,7 +195,7 @@ def import_model(options: ImportOptions) -> None:
     packed = source.suffix == ".gguf" and source.is_file()
     if not source.is_dir() and not packed:
         hint = hub_hint(input) or "; give one with a config.json and safetensors in it"
-        raise RequestError(f"--input {source} is not a folder{hint}")
+        raise RequestError(f"--input {source} is not {'a folder' if source.exists() else 'there'}{hint}")
     if (source / "config.json").exists() and not (source / "tokenizer.json").exists():
         raise RequestError(
             f"{source} has no tokenizer.json; transformers makes one: "

@@ -182,6 +182,8 @@ def _json_text(line: bytes, key: str, chat: bool) -> Any:
         raise ValueError(f"a JSON {type(entry).__name__} where one object a line is expected")
     if key not in entry:
         fix = "; conversations need --chat" if "messages" in entry else f"; name it with {TEXT_KEY}"
+        if chat:
+            fix = "".join(f"; did you mean --text_key {name}?" for name in entry if isinstance(entry[name], list))
         raise ValueError(f"there is no key {key!r} among {', '.join(map(repr, entry))}{fix}")
     text = entry[key]
     if chat:

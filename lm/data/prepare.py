@@ -92,6 +92,8 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
 def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], Tokenizer | None, dict[str, Any]]:
     """The options with a fraction for validation, the files, the tokenizer unless it is to be learned, and the plan."""
     if options.chat and options.seq_len is None:
+        if options.tokenizer not in LEARNED:
+            Tokenizer.load(options.tokenizer, options.eos_token)  # raises where it is not there
         options = replace(options, seq_len=_context(options.tokenizer))
     options.check()
     output = Path(options.output)

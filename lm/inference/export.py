@@ -18,6 +18,7 @@ from huggingface_hub import ModelCardData
 from torch import Tensor
 
 from lm import __version__
+from lm.data.chat import template_of
 from lm.errors import RunError, first_line
 from lm.inference.pretrained import Pretrained, load_pretrained
 from lm.model.estimates import flops_per_token, parameters
@@ -41,9 +42,16 @@ prompt = tokenizer("The", return_tensors="pt")
 tokens = model.generate(**prompt, max_new_tokens=50, do_sample=True, temperature=0.8)
 print(tokenizer.decode(tokens[0]))
 ```"""
+USE_CHAT = """```python
+from transformers import pipeline
+
+assistant = pipeline("text-generation", "{name}")  # this folder, or its name on the Hub
+answer = assistant([{{"role": "user", "content": "Hello"}}], max_new_tokens=50)
+print(answer[0]["generated_text"][-1]["content"])
+```"""
 USE_LLAMA_CPP = """```sh
-llama-cli -m {file} -no-cnv -p "The"
-ollama create {name} -f Modelfile && ollama run {name} "The"
+llama-cli -m {file} {options}
+ollama create {name} -f Modelfile && ollama run {name} "{prompt}"
 ```"""
 BEGINNING = (
     "`{eos}` ends every document that the model was trained on, and so begins the next: put it before a prompt that is "
@@ -74,8 +82,11 @@ def model_card(model: Pretrained, card: Card) -> str:
         sections["Training"] = f"{_table(training_rows(model, run))}\n\n```yaml\n{training_options(run)}```"
         if results := result_rows(model, run):
             sections["Results"] = _table(results)
-    sections["Use"] = USE_LLAMA_CPP.format(name=card.name, file=card.gguf) if card.gguf else USE.format(name=card.name)
-    if run is not None:
+    chat = template_of(model.tokenizer) is not None
+    options = {"options": "", "prompt": "Hello"} if chat else {"options": '-no-cnv -p "The"', "prompt": "The"}
+    use = USE_LLAMA_CPP if card.gguf else USE_CHAT if chat else USE
+    sections["Use"] = use.format(name=card.name, file=card.gguf, **options)
+    if run is not None and not chat:
         sections["Use"] += "\n\n" + BEGINNING.format(eos=model.tokenizer.eos_token)
     sections["Limits"] = LIMITS.format(model.config.max_position_embeddings)
     text = "".join(f"\n## {title}\n\n{content}\n" for title, content in sections.items())
@@ -91,7 +102,11 @@ def _front_matter(model: Pretrained, card: Card, run: Run | None) -> ModelCardDa
         license=card.license.lower(),
         library_name="gguf" if card.gguf else "transformers",
         pipeline_tag="text-generation",
-        tags=["causal-lm", config_json(model.config, model.tokenizer.eos_id, "float32")["model_type"]],
+        tags=[
+            *(["conversational"] if template_of(model.tokenizer) else []),
+            "causal-lm",
+            config_json(model.config, model.tokenizer.eos_id, "float32")["model_type"],
+        ],
         datasets=sorted({match[1] for match in matches if match}) or None,
     )
 

@@ -16,14 +16,16 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from lm.data.chat import template_of
 from lm.data.encoder import hard_texts
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Tokenizer, token_name
 from lm.data.tokenizer_training import split_words
 from lm.errors import RequestError
 from lm.inference.pretrained import Pretrained
 from lm.model.config import DecoderConfig
 from lm.model.decoder import rope_frequencies
 from lm.model.huggingface import architecture_name, to_huggingface
+from lm.system.parsing import read_object
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,11 @@ def write_gguf(model: Pretrained, file: Path, dtype: str, about: dict[str, Any])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, config)
     add_tokenizer(writer, tokenizer, int(config.vocab_size))
+    generation = model.path / "generation_config.json"
+    ends = read_object(generation).get("eos_token_id") if generation.exists() else None
+    for end in ends if isinstance(ends, list) else ():
+        if end != tokenizer.eos_id:  # of an answer, as `<|eot_id|>` of Llama 3
+            writer.add_eot_token_id(end)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     matrices, in_fp32 = 0, 0
     for name, weight in weights(config, model.decoder.state_dict()):
@@ -164,9 +171,11 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
     writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_bos_token_id(tokenizer.eos_id)  # what ends a document begins the next
-    writer.add_add_bos_token(False)
-    if template := tokenizer.config.get("chat_template"):
+    # Without a token of its own for the beginning, what ends a document begins the next.
+    bos_id = tokenizer.vocabulary.get(token_name(tokenizer.config.get("bos_token")) or "", tokenizer.eos_id)
+    writer.add_bos_token_id(bos_id)
+    writer.add_add_bos_token(tokenizer.backend.encode("").ids[:1] == [bos_id])
+    if template := template_of(tokenizer):
         writer.add_chat_template(template)
 
 

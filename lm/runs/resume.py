@@ -84,7 +84,10 @@ def checkpoint_folder(reference: str) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise RequestError(f"{path} is a file: give its folder {path.parent}")
+        imported = f"lm import --input {path} --output models/{path.stem} makes a checkpoint of it"
+        raise RequestError(
+            f"{path} is a file: {imported if path.suffix == '.gguf' else f'give its folder {path.parent}'}"
+        )
     if (path.parent / "run.json").exists():  # `best` without symbolic links, or a checkpoint that was removed
         return Run(path.parent).checkpoint(path.name)
     step = re.fullmatch(r"(?:step-)?(\d+)", reference)

@@ -79,7 +79,7 @@ def check_same_shapes(weights: dict[str, Tensor], module: "LanguageModule") -> N
         if saved_shape != shape:
             raise RequestError(
                 f"this is a checkpoint of another architecture: its {name} is {saved_shape}, the config makes it "
-                f"{shape}; without --config the config of the checkpoint's run is used"
+                f"{shape}; give the config of its run, or of an imported model its model.yaml as a second --config"
             )
 
 

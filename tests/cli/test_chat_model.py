@@ -140,6 +140,8 @@ def test_the_template_goes_to_exports_and_llama_cpp_writes_the_same_prompt(place
     assert "trained from the weights of another model on conversations" in (tmp_path / "hf/README.md").read_text(), (
         done.stderr
     )
+    card = (tmp_path / "hf/README.md").read_text()
+    assert "- conversational" in card and 'assistant([{"role": "user", "content": "Hello"}]' in card
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.chat_template == DEFAULT_TEMPLATE
     lm(place, "export", "--run", "chat", "--output", str(tmp_path / "gguf"), "--format", "gguf")

@@ -70,6 +70,7 @@ def test_what_plan_refuses_is_underlined(option, value, capsys):
     ("branch --d", ["--decay", "--data.path"], []), ("data prepare --v", ["--val_fraction", "--vocab_size"], []),
     ("generate --chat --ru", ["--run"], ["true"]), ("generate --temperature ", [], ["--top_k"]),
     ("generate --run ", ["mine"], ["--top_k"]), ("runs show ", ["mine"], ["--json"]), ("branch ", ["mine"], ["--at"]),
+    ("fit --trainer.devices ", [], ["int", "str"]), ("runs show mine ", ["mine"], ["show"]),
     ("completion ", ["fish"], ["mine"]), ("fit --config ", ["tiny.yaml", "own.yaml"], ["mine"]),
 ])  # fmt: skip
 @pytest.mark.parametrize("shell", ["bash", "fish"])

@@ -283,7 +283,7 @@ def pickle(folder):
     (change(vocab_size=20), r"tokenizer has \d+ ids and the model 20|embed_tokens.weight"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json; transformers makes one: AutoTokenizer"),
     (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-    (lambda folder: shutil.rmtree(folder), "hf is not a folder"),
+    (lambda folder: shutil.rmtree(folder), "hf is not there"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_on_is_refused_in_one_line_and_makes_nothing(spoil, named, tmp_path):
     source = save(tmp_path / "hf")

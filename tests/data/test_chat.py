@@ -250,7 +250,8 @@ HELLO = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant
 
 
 @pytest.mark.parametrize("line, message", [
-    ('{"text": "Hello"}', r"a.jsonl, line 2: there is no key 'messages' among 'text'; name it with --text_key"),
+    ('{"text": "Hello"}', r"a.jsonl, line 2: there is no key 'messages' among 'text'"),
+    ('{"id": 3, "conversations": []}', "no key 'messages' among 'id', 'conversations'; did you mean --text_key conversations?"),
     ('{"messages": "Hello"}', 'a.jsonl, line 2: a conversation is a list of messages such as {"role": "user", '),
     ('{"messages": []}', "a.jsonl, line 2: a conversation is a list of messages such as"),
     ('{"messages": [{"name": "human", "text": "Hello"}]}',
@@ -300,6 +301,7 @@ def test_conversations_without_the_option_are_told_of_it(place):
     ("--input one.jsonl", "a single conversation is too little to hold some out: --val_fraction 0 trains on it"),
     ("--input one.jsonl --tokenizer bpe", "--chat needs --tokenizer: the folder of the checkpoint that is to be"),
     ("--input one.jsonl --seq_len null", "--chat needs --seq_len: the model's max_position_embeddings"),
+    ("--input one.jsonl --seq_len null --tokenizer nowhere", "nowhere"),
     ("--input one.jsonl --tokenizer bad", "the chat template is not one of Jinja: "),
 ])  # fmt: skip
 def test_what_cannot_be_conversations_is_one_line(place, options, message):

@@ -133,6 +133,27 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(shape, tokenizer, rea
         write_gguf(model, tmp_path / "model.gguf", "float32", {})
 
 
+def test_tokens_that_begin_and_end_are_those_of_the_tokenizer(tmp_path):
+    """Of ours what ends a document also begins one; of a Llama 3 the beginning, and the end of an answer beside it."""
+    model = make_model(tmp_path, SMALL)
+    names = ("bos_token_id", "add_bos_token", "eos_token_id", "eot_token_id")
+
+    def written():
+        write_gguf(model, tmp_path / "model.gguf", "float32", {})
+        fields = GGUFReader(tmp_path / "model.gguf").fields
+        return [fields[key].contents() if (key := f"tokenizer.ggml.{name}") in fields else None for name in names]
+
+    eos_id, bos_id, eot_id = model.tokenizer.eos_id, 7, 9
+    assert written() == [eos_id, False, eos_id, None]
+    document, bos = model.tokenizer.description, list(model.tokenizer.vocabulary)[bos_id]
+    bos_id = model.tokenizer.vocabulary[bos]
+    document["post_processor"] = {"type": "TemplateProcessing", "pair": [], "special_tokens": {bos: {"id": bos, "ids": [
+        bos_id], "tokens": [bos]}}, "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}  # fmt: skip
+    model = replace(model, tokenizer=OurTokenizer(json.dumps(document), {"bos_token": bos}, model.tokenizer.eos_token))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos_id, eot_id]}))
+    assert written() == [bos_id, True, eos_id, eot_id]
+
+
 def test_matrices_that_q8_0_cannot_divide_are_counted(tmp_path, caplog):
     model = make_model(tmp_path, replace(SMALL, intermediate_size=72))
     with caplog.at_level("INFO", "lm"):

@@ -71,7 +71,8 @@ class Summary(Callback):
             for line in read_samples(trainer.run)[-1:]:
                 text = textwrap.shorten(line["prompt"] + line["text"], SAMPLE_WIDTH, placeholder=" ...")
                 log.info("sample: %s", text)
-        for command, purpose in next_commands(trainer.run.path, pl_module.builtin):
+        chat = "chat_template" in trainer.datamodule.tokenizer.config
+        for command, purpose in next_commands(trainer.run.path, pl_module.builtin, chat):
             log.info("%-60s  # %s", command, purpose)
 
 
@@ -125,11 +126,11 @@ def _origin(trainer: Trainer) -> str:
     return f"from {trainer.ckpt_path}, and training starts at step 1"
 
 
-def next_commands(run: Path, builtin: bool) -> list[tuple[str, str]]:
+def next_commands(run: Path, builtin: bool, chat: bool = False) -> list[tuple[str, str]]:
     """Commands for a finished run and their purposes; `export` only supports a built-in model."""
     where = f"--run {run.name}" if run.parent == Path("checkpoints") else f"--ckpt_path {run / 'best'}"
     return [
-        (f"{program()} generate {where}", "write with it: type prompts"),
+        (f"{program()} generate {'--chat ' * chat}{where}", "write with it: type prompts"),
         (f"{program()} runs show {run}", "the whole run on a page"),
         (f"{program()} export {where} --output {run.name}-export", "a folder to publish, with a model card"),
     ][: 3 if builtin else 2]
