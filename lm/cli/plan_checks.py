@@ -14,8 +14,8 @@ from lm.model.config import DecoderConfig
 from lm.runs.disk_space import DiskSpace
 from lm.system.devices import Device
 from lm.system.units import format_bytes, format_count, format_figure, plural
+from lm.training.checks import Finding, error
 from lm.training.config import EvaluationConfig, OptimizerConfig
-from lm.training.findings import Finding, error
 from lm.training.schedule import lr_fraction
 
 MANY_EPOCHS = 100  # more than any text is worth

@@ -31,9 +31,8 @@ from lm.system import process
 from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.parsing import nonnegative, read_object
 from lm.system.units import parse_bytes
-from lm.training.checks import find_problems, has_kernels
+from lm.training.checks import Finding, error, find_problems, has_kernels
 from lm.training.config import BudgetConfig, OptimizerConfig
-from lm.training.findings import Finding, error
 from lm.training.module import training_class
 from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu
