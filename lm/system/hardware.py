@@ -72,13 +72,6 @@ def cpu_half_precision() -> str | None:
     return "bf16" if flags & {"amx_bf16", "avx512_bf16"} or on_arm else None
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Whether a device supports torch's scaled FP8 product: NVIDIA GPUs from compute capability 8.9 on."""
-    import torch
-
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def keep_freed_memory() -> None:
     """Make glibc's allocator keep freed memory, for training on a CPU.
 
