@@ -3,8 +3,6 @@
 This module does not import torch; functions that need it import it themselves.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform
@@ -24,7 +22,7 @@ CGROUPS = (
 )
 
 
-def device_name(device: torch.device | str = "cpu") -> str:
+def device_name(device: "torch.device | str" = "cpu") -> str:
     """The model of a device: torch's name for a GPU, the operating system's for a CPU."""
     import torch
 
