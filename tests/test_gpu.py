@@ -37,8 +37,8 @@ from lm.model.config import DecoderConfig
 from lm.model.decoder import Decoder, document_ids_from, rotary_table
 from lm.model.fused import fuse
 from lm.model.low_precision import LowPrecisionLinear, WeightCopies, use_low_precision
-from lm.system.hardware import has_fp8
 from lm.training.checkpoint_io import FolderCheckpointIO
+from lm.training.checks import FP8_FROM
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product of the process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_copied_into_page_locked_memory_that_is_kept(tmp_path):
 
 # ---- FP8 ------------------------------------------------------------------------------------------------------------
 
-needs_fp8 = pytest.mark.skipif(not (torch.cuda.is_available() and has_fp8(torch.device("cuda"))),
+needs_fp8 = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_FROM,
                                reason="no FP8 below compute capability 8.9")  # fmt: skip
 scalings = pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 

@@ -16,8 +16,7 @@ from lm.cli.hours import options_of_length, steps_of_hours, validation_tokens
 from lm.cli.request import Request
 from lm.model.estimates import describe_mfu
 from lm.model.memory import training_memory
-from lm.system.files import check_local_path, write_atomically
-from lm.system.output_folder import folder_bytes
+from lm.system.files import check_local_path, folder_bytes, write_atomically
 from lm.system.process import seconds_since_process_start
 from lm.system.units import format_bytes, format_count
 from lm.training.callback import not_training

@@ -12,7 +12,6 @@ from lm.model.config import CUSTOM_MODEL_TYPE
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system import process
 from lm.system.parsing import parse_yaml, read_object
-from lm.system.removed_options import drop_removed
 from lm.system.units import shown
 
 CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
@@ -35,7 +34,7 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config, without the options that were removed from `lm`, if set to the default that they had."""
+    """The content of a config."""
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:  # of a run
@@ -44,7 +43,6 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
-    drop_removed(document)
     if document is None:
         raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
     if not isinstance(document, dict):

@@ -30,8 +30,7 @@ from lm.runs.facts import run_row
 from lm.runs.resume import checkpoint_folder, chosen_model, hub_hint
 from lm.runs.run import Run, is_of_a_run
 from lm.system.arguments import typed_options
-from lm.system.files import is_remote
-from lm.system.output_folder import new_folder
+from lm.system.files import is_remote, new_folder
 from lm.system.parsing import read_object
 from lm.training.checkpoint_content import model_files
 from lm.training.step_stats import StepStats

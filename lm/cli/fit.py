@@ -27,11 +27,11 @@ from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.model.build import kernels_missing
 from lm.runs.run import Run, check_run_name
-from lm.system.hardware import has_fp8
 from lm.system.process import other_arguments
 from lm.training.callbacks.run_folder import RunFolder
 from lm.training.callbacks.standard import standard_callbacks
 from lm.training.callbacks.summary import Summary
+from lm.training.checks import FP8_FROM
 from lm.training.config import sections_of_callbacks
 from lm.training.module import training_class
 from lm.training.trainer import Trainer
@@ -157,7 +157,7 @@ def with_available_hardware(request: Request) -> Request:
         changes["model.kernels"] = model.kernels, "auto"
     if model.attention != "auto" and not cuda:
         changes["model.attention"] = model.attention, "auto"
-    if trainer.precision.startswith("fp8") and (missing or not has_fp8(device)):
+    if trainer.precision.startswith("fp8") and (missing or torch.cuda.get_device_capability(device) < FP8_FROM):
         changes["trainer.precision"] = trainer.precision, "bf16-mixed"
     if not changes:
         return request

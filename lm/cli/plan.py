@@ -20,7 +20,7 @@ from lm.runs.expected_loss import ExpectedLoss
 from lm.runs.run import check_run_name
 from lm.system.hardware import device_name
 from lm.system.units import format_bytes, format_count, format_figure, format_time_and_cost, plural
-from lm.training.findings import Finding
+from lm.training.checks import Finding
 
 
 def plan(request: Request[PlanOptions]) -> None:

@@ -11,11 +11,10 @@ from lm.cli.request import Sections
 from lm.data.config import SourceConfig
 from lm.errors import RequestError
 from lm.model.config import DecoderConfig
-from lm.runs.disk_space import DiskSpace
 from lm.system.devices import Device
 from lm.system.units import format_bytes, format_count, format_figure, plural
+from lm.training.checks import Finding, error
 from lm.training.config import EvaluationConfig, OptimizerConfig
-from lm.training.findings import Finding, error
 from lm.training.schedule import lr_fraction
 
 MANY_EPOCHS = 100  # more than any text is worth
@@ -158,7 +157,7 @@ def check_windows(decoder: DecoderConfig) -> Iterator[Finding]:
 
 
 def check_device(
-    memory: Facts, disk: DiskSpace, steps: Facts, device: Device, config: Sections, precision: str
+    memory: Facts, disk: Facts, steps: Facts, device: Device, config: Sections, precision: str
 ) -> Iterator[Finding]:
     if precision.startswith("bf16") and device.capability is not None and device.capability < BF16_FROM:
         yield warning(f"{device.name} has no bf16 in hardware", "--trainer.precision 16-mixed")
@@ -166,8 +165,10 @@ def check_device(
         yield warning(f"how much memory {device.name} has is not known", "name one with --device")
     else:
         yield from check_memory(memory, steps, device, config)
-    if not disk.suffices:
-        yield error(str(disk), f"free some, set trainer.default_root_dir to another disk, or {FORCE}")
+    if disk["at_once"] > disk["free"]:
+        checkpoint, at_once, free = map(format_bytes, disk.values())
+        what = f"checkpoints of {checkpoint} need {at_once} at once, and {free} are free"
+        yield error(what, f"free some, set trainer.default_root_dir to another disk, or {FORCE}")
 
 
 def check_memory(memory: Facts, steps: Facts, device: Device, config: Sections) -> Iterator[Finding]:

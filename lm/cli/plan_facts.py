@@ -5,6 +5,7 @@
 
 import math
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +25,14 @@ from lm.errors import LmError, RequestError
 from lm.model.config import DecoderConfig
 from lm.model.estimates import checkpoint_bytes, flops_per_token, parameters, recomputed_flops_per_token
 from lm.model.memory import Step, largest_micro_batch, training_memory
-from lm.runs.disk_space import disk_space
 from lm.runs.expected_loss import expected_loss
 from lm.runs.run import Run
 from lm.system import process
 from lm.system.devices import Device, assumed_speed, find_device
 from lm.system.parsing import nonnegative, read_object
 from lm.system.units import parse_bytes
-from lm.training.checks import find_problems, has_kernels
+from lm.training.checks import Finding, error, find_problems, has_kernels
 from lm.training.config import BudgetConfig, OptimizerConfig
-from lm.training.findings import Finding, error
 from lm.training.module import training_class
 from lm.training.optim import state_size
 from lm.training.precision import multiplication_precision, precision_for_cpu
@@ -343,10 +342,20 @@ def examine(
     every = config.trainer.keep_every
     checkpoints = config.trainer.keep_checkpoints + (steps.max_steps // every if every else 0)
     present = len(resumed.steps()) if resumed else 0
-    space = disk_space(Path(config.trainer.default_root_dir), size, checkpoints, present)
-    facts["disk"] = space._asdict()
-    findings += plan_checks.check_device(facts["memory"], space, facts["steps"], device, config, precision)
+    facts["disk"] = disk_facts(Path(config.trainer.default_root_dir), size, checkpoints, present)
+    findings += plan_checks.check_device(facts["memory"], facts["disk"], facts["steps"], device, config, precision)
     return facts, findings
+
+
+def disk_facts(folder: Path, checkpoint: int, keep: int, present: int) -> Facts:
+    """Bytes: of one checkpoint, of all that exist at the same time, and of free space in a (possibly new) folder.
+
+    The newest `keep` are kept, beside the best and the one being written. The space of the `present` checkpoints is
+    reused.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free + checkpoint * present
+    return {"checkpoint": checkpoint, "at_once": checkpoint * (keep + 2), "free": free}
 
 
 def memory_of_option(memory: str | None) -> int | None:

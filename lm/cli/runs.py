@@ -20,8 +20,7 @@ from lm.runs.expectations import acceptance, expectations
 from lm.runs.facts import run_row
 from lm.runs.find import find_run, find_runs
 from lm.runs.run import ROOT, Run
-from lm.system.files import remove_folder
-from lm.system.output_folder import folder_bytes
+from lm.system.files import folder_bytes, remove_folder
 from lm.system.parsing import to_json
 from lm.system.process import harmless
 from lm.system.units import format_bytes, format_count, format_duration, plural

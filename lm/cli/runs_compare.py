@@ -27,8 +27,7 @@ from lm.runs.history import curve, labels
 from lm.runs.metrics import METRICS, check_metric
 from lm.runs.run import ROOT, Run
 from lm.runs.trainer_json import find_damage
-from lm.system.files import check_local_path, digest
-from lm.system.output_folder import new_folder
+from lm.system.files import check_local_path, digest, new_folder
 from lm.system.parsing import finite_or_none, to_json
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from lm.runs.find import find_run
 from lm.runs.history import read_samples, time_spent
 from lm.runs.metrics import BY_SOURCE, METRICS
 from lm.runs.run import ROOT, Run
-from lm.system.output_folder import folder_bytes
+from lm.system.files import folder_bytes
 from lm.system.parsing import flatten, to_json
 from lm.system.process import harmless, program
 from lm.system.units import format_bytes, format_count, format_duration, format_figure

@@ -9,7 +9,7 @@ from lm.cli.scale import ScaleOptions, ScaleRequest, manifest, scaled_config
 from lm.cli.scaling_rules import rare_entries
 from lm.errors import RequestError
 from lm.runs.expected_loss import expected_loss, ladder_loss
-from lm.system.output_folder import write_new_file
+from lm.system.files import write_new_file
 from lm.system.units import format_count
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from lm.data.datamodule import DataModule
 from lm.errors import RequestError
 from lm.runs.run import Run
 from lm.training.callback import Callback
+from lm.training.checks import Finding
 from lm.training.config import ModelConfig
-from lm.training.findings import Finding
 from lm.training.module import LanguageModule
 from lm.training.schedule import lr_fraction
 from lm.training.trainer import Trainer

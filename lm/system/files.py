@@ -1,6 +1,6 @@
 """Files that survive a crash: atomic writes and links, appended lines, JSON with a digest, folders complete or absent.
 
-Also what is wrong with a path, a URL or a file. Nothing here imports torch.
+Also the `--output` of a command, and what is wrong with a path, a URL or a file. Nothing here imports torch.
 """
 
 import errno
@@ -144,8 +144,8 @@ class Attempts:
     def __init__(self) -> None:
         self._missing: set[str] = set()  # what could not be written at the last attempt
 
-    def __call__(self, what: Path | str, write: Callable[[], Any]) -> bool:
-        """Call `write`, which may raise OSError; return whether it succeeded. `what` names its file in the log."""
+    def __call__(self, what: Path | str, write: Callable[[], Any]) -> None:
+        """Call `write`, which may raise OSError. `what` names its file in the log."""
         try:
             write()
         except OSError as error:
@@ -153,11 +153,10 @@ class Attempts:
                 reason = error.strerror or error
                 log.warning("%s cannot be written: %s; until it can, what the run logs is missing", what, reason)
             self._missing.add(str(what))
-            return False
+            return
         if self._missing == {str(what)}:
             log.warning("what the run logs is written again; the part in between is missing")
         self._missing.discard(str(what))
-        return True
 
 
 # ---- digests ---------------------------------------------------------------------------------------------------------
@@ -269,3 +268,32 @@ def _stale_beside(folder: Path) -> list[tuple[Path, str, str]]:
     paths = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
     matches = [(path, stale) for path in paths if (stale := STALE.fullmatch(path.name))]
     return [(path, stale["kind"], stale["name"]) for path, stale in matches if fnmatch(stale["name"], folder.name)]
+
+
+# ---- what a command writes -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An `atomic_folder` for the `--output` of a command, whose name must be free or an empty folder."""
+    check_local_path("--output", target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RequestError(f"--output {target} is there already and not an empty folder; choose another")
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(target) as folder:
+        yield folder
+
+
+def write_new_file(target: Path, text: str) -> None:
+    """Write the `--output` of a command, whose name must be free."""
+    check_local_path("--output", target)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RequestError(f"--output {target} is there already; give another name, or remove it") from None
+
+
+def folder_bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.rglob("*"))

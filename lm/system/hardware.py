@@ -3,8 +3,6 @@
 This module does not import torch; functions that need it import it themselves.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform
@@ -24,7 +22,7 @@ CGROUPS = (
 )
 
 
-def device_name(device: torch.device | str = "cpu") -> str:
+def device_name(device: "torch.device | str" = "cpu") -> str:
     """The model of a device: torch's name for a GPU, the operating system's for a CPU."""
     import torch
 
@@ -70,13 +68,6 @@ def cpu_half_precision() -> str | None:
     flags = set(line[1].split()) if line else set()
     on_arm = {"sve", "bf16"} <= flags or "svebf16" in flags
     return "bf16" if flags & {"amx_bf16", "avx512_bf16"} or on_arm else None
-
-
-def has_fp8(device: torch.device) -> bool:
-    """Whether a device supports torch's scaled FP8 product: NVIDIA GPUs from compute capability 8.9 on."""
-    import torch
-
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def keep_freed_memory() -> None:

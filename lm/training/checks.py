@@ -1,20 +1,19 @@
 """Checks for options of a training run that do not go together; `lm plan` prints the findings, a fit runs them first.
 
-A check is a pure function of options and of known facts about them. It yields findings (`training/findings`) where
-continuing would lose time or correctness, and no error that PyTorch or Lightning gives by itself says why. Values that
-an option can never have are refused where it is declared, in the `config` files.
+A check is a pure function of options and of known facts about them. It yields findings where continuing would
+lose time or correctness, and no error that PyTorch or Lightning gives by itself says why. Values that an option can
+never have are refused where it is declared, in the `config` files.
 """
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lm.data.datamodule import DataModule
 from lm.data.tokenizer import Tokenizer
 from lm.errors import RequestError
 from lm.system.process import under_torchrun
 from lm.training.config import ModelConfig, TrainerConfig
-from lm.training.findings import Finding, error
 from lm.training.world import srun_world
 
 if TYPE_CHECKING:
@@ -23,6 +22,22 @@ if TYPE_CHECKING:
 KERNELS_FROM = (8, 0)  # compute capability; see `model/fused`
 FP8_FROM = (8, 9)
 MONITORED = ("val/loss", "val/perplexity", "val/bpb")  # metrics of a validation that Lightning knows
+
+
+class Finding(NamedTuple):
+    """A problem of the options of a training run, and how to mend it."""
+
+    level: Literal["error", "warning"]
+    what: str  # with the arithmetic
+    cure: str
+
+    def __str__(self) -> str:
+        separator = ": " if self.level == "error" else "; "
+        return f"{self.what}{separator}{self.cure}" if self.cure else self.what
+
+
+def error(what: str, cure: str = "") -> Finding:
+    return Finding("error", what, cure)
 
 
 def find_problems(

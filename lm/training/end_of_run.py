@@ -1,6 +1,6 @@
 """How a run ends before its last step: by a signal or a guard, out of memory, or because its data cannot be read.
 
-`training/lightning_patches` enters the two context managers around a fit; callbacks call `Trainer.end_run` between two
+`training/lightning_patches` enters the two context managers around a fit; callbacks call `end_run` between two
 steps.
 """
 

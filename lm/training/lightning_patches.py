@@ -83,20 +83,12 @@ def use_profiler(trainer: lightning.Trainer, profiler: Profiler) -> None:
     trainer.profiler = profiler
 
 
-def around_fetches(trainer: lightning.Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around each fetch of a batch; Lightning reports fetches only to its profilers."""
+def around_fetches(trainer: lightning.Trainer, note: Callable[[], None]) -> None:
+    """Call `note` before and after each fetch of a batch; Lightning reports fetches only to its profilers."""
     loop = trainer.fit_loop.epoch_loop
-    lightning_before, lightning_after = loop._on_before_fetch, loop._on_after_fetch
-
-    def begin() -> None:
-        lightning_before()
-        before()
-
-    def end() -> None:
-        after()
-        lightning_after()
-
-    loop._on_before_fetch, loop._on_after_fetch = begin, end
+    before, after = loop._on_before_fetch, loop._on_after_fetch
+    loop._on_before_fetch = lambda: [before(), note()]
+    loop._on_after_fetch = lambda: [note(), after()]
 
 
 def drop_sigterm_broadcast(trainer: lightning.Trainer) -> None:

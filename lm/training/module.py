@@ -24,6 +24,7 @@ from lm.system import process
 from lm.system.dataclass_arguments import arguments_from
 from lm.training.callback import call_hook, has_hook
 from lm.training.config import ModelConfig
+from lm.training.end_of_run import end_run
 from lm.training.lightning_patches import attached_trainer, save_subclass_arguments
 from lm.training.lightning_step import LightningStep, StepDropped
 from lm.training.optim import build_optimizer
@@ -182,7 +183,7 @@ class LanguageModule(LightningModule):
         try:
             result = self.lightning_step(batch, number)
         except StepDropped:  # after a signal, which only our Trainer handles
-            self.trainer.end_run(f"; the next one was not done within {self.trainer.options.stop_within / 2:g} s")
+            end_run(self.trainer, f"; the next one was not done within {self.trainer.options.stop_within / 2:g} s")
             raise
         self.run_state.stats.add(number + 1, batch, result)
         self.run_state.consumed = batch.consumed

@@ -6,7 +6,7 @@ import logging
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -29,7 +29,6 @@ from lm.system.process import check_launcher
 from lm.training.checkpoint_io import FolderCheckpointIO
 from lm.training.checks import check_parts, find_problems
 from lm.training.config import TrainerConfig
-from lm.training.end_of_run import end_run
 from lm.training.lightning_patches import PatchedTrainer
 from lm.training.precision import choose_precision, multiplication_precision
 from lm.training.run_state import RunState
@@ -143,10 +142,6 @@ class Trainer(PatchedTrainer):
         datamodule.set_position(global_batch=run_state.steps.global_batch, consumed=0)  # a checkpoint sets `consumed`
         self.fit_loop.epoch_loop.max_steps = max_steps
         super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
-
-    def end_run(self, why: str = "") -> NoReturn:
-        """End the run after its last complete step, with a checkpoint; call it on every rank."""
-        end_run(self, why)
 
     def save_and_wait(self) -> None:
         self.checkpoint_callback.save(self)

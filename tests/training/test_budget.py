@@ -140,7 +140,7 @@ class Simulation:
 
     @property
     def spent(self):
-        return self.budget.budget.meter.read().usd
+        return self.budget.meter.read().usd
 
     def lines(self, count, seconds, validation=0.0):
         """Log lines of 10 steps, each step so long; stops where the guard does."""

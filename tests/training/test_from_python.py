@@ -21,6 +21,7 @@ from lm.runs.trainer_json import find_damage
 from lm.training.callbacks.guards import NotFinite
 from lm.training.callbacks.samples import Samples
 from lm.training.config import GuardsConfig, ModelConfig, SamplesConfig, TrainerConfig
+from lm.training.end_of_run import end_run
 from lm.training.trainer import Trainer as BareTrainer
 
 README = (HERE.parent / "lm" / "training" / "README.md").read_text()
@@ -184,7 +185,7 @@ def test_a_trainer_trains_one_run():
 
 def test_a_trainer_without_a_callback_for_checkpoints_ends_too():
     with pytest.raises(Interrupted, match="a signal on another rank: stopped in the first step; "):
-        BareTrainer(**ON_CPU).end_run()
+        end_run(BareTrainer(**ON_CPU))
 
 
 TWICE = """

@@ -18,10 +18,10 @@ from trainings import PLACES, equipment, fit, rows_by_step
 
 from lm.data.loader import Batch
 from lm.errors import RequestError
+from lm.runs.run import Run
 from lm.training.callbacks.alerts import Alerts
 from lm.training.callbacks.guards import NotFinite, Rollback
 from lm.training.config import GuardsConfig, ScheduleConfig
-from lm.training.guards import Line
 from lm.training.run_state import RunState
 from lm.training.step import StepResult
 from lm.training.step_stats import StepRecord, StepStats
@@ -156,10 +156,10 @@ def test_a_finding_knows_since_when():
 
     def line(step, metrics, *losses):
         steps = [StepRecord(step - len(losses) + i, loss, 1.0, True) for i, loss in enumerate(losses, start=1)]
-        return Line("a", step, 100, 0, metrics, 2, ScheduleConfig(), steps=steps)
+        return trainer_at(step, 100, log_interval=2, steps=steps), metrics
 
     def began(guard, *lines):
-        return [finding.began for each in lines for finding in guard.observe(each)]
+        return [finding.began for each in lines for finding in guard.observe(*each)]
 
     alerts, resumed = Alerts({"val_loss > 4": "stop"}), Alerts({"val_loss > 4": "stop"})
     assert began(alerts, line(10, {"val/loss": 3.0}), line(12, {"train/loss": 9.0})) == []
@@ -169,14 +169,23 @@ def test_a_finding_knows_since_when():
     assert began(NotFinite("skip", 3), line(4, loss, 1, math.nan), line(6, loss, math.nan, math.nan)) == [4, 4]
 
 
+def trainer_at(step, max_steps, log_interval=1, steps=(), **schedule):
+    """What guards look at of a Trainer at a log line."""
+    options = SimpleNamespace(schedule=ScheduleConfig(**schedule))
+    return SimpleNamespace(
+        run=Run("a"), global_step=step, max_steps=max_steps, tokens_seen=256 * step,
+        options=SimpleNamespace(log_interval=log_interval), lightning_module=SimpleNamespace(options=options),
+        run_state=SimpleNamespace(stats=SimpleNamespace(recent=steps, scaled=False)),
+    )  # fmt: skip
+
+
 def found_in(lines, guard, state=None, max_steps=12, **schedule):
     """What a guard finds in log lines of step and metrics, each with its step."""
     if state is not None:
         guard.load_state_dict(json.loads(json.dumps(state)))
     return [
         (step, finding) for step, metrics in lines
-        for finding in guard.observe(
-            Line("a", step, max_steps, 256 * step, metrics, 1, ScheduleConfig(**schedule)))
+        for finding in guard.observe(trainer_at(step, max_steps, **schedule), metrics)
     ]  # fmt: skip
 
 

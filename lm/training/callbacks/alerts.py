@@ -8,9 +8,8 @@ from typing import Any
 
 from lm.system.units import format_figure
 from lm.training.alerts import NAMES, Condition
-from lm.training.callbacks.guards import Guard
+from lm.training.callbacks.guards import Finding, Guard
 from lm.training.config import Action
-from lm.training.guards import Finding, Line
 from lm.training.module import LanguageModule
 from lm.training.schedule import warmup_and_decay_steps
 from lm.training.trainer import Trainer
@@ -40,23 +39,24 @@ class Alerts(Guard):
         self._reported: set[str] = set()
         self._armed: dict[str, int] = {}  # were not true once -> the newest step at which they were not
 
-    def observe(self, line: Line) -> list[Finding]:
+    def observe(self, trainer: Trainer, metrics: Mapping[str, float]) -> list[Finding]:
         """Findings such as `loss > 10: loss is 12.31 at step 130`."""
         findings = []
-        warmup, _ = warmup_and_decay_steps(line.max_steps, line.schedule)
-        begins = line.step - line.schedule.begin_step <= max(warmup, FIRST_LINES * line.log_interval)
-        values = {**line.metrics, "step": line.step, "data/tokens": line.tokens}
+        step, schedule = trainer.global_step, trainer.lightning_module.options.schedule
+        warmup, _ = warmup_and_decay_steps(trainer.max_steps, schedule)
+        begins = step - schedule.begin_step <= max(warmup, FIRST_LINES * trainer.options.log_interval)
+        values = {**metrics, "step": step, "data/tokens": trainer.tokens_seen}
         for condition, holds in self.evaluate(values).items():
             action, text = self._actions[condition], condition.text
             if holds is False:
                 self._reported.discard(text)
             if not holds:  # false or undecided, as until its windows are full
-                self._armed[text] = line.step
+                self._armed[text] = step
             if not holds or (begins and text not in self._armed):
                 continue
             if not (action in ONCE and text in self._reported):
-                message = self.explain(condition, line.step)
-                began = self._armed.get(text, line.step - 1) + 1
+                message = self.explain(condition, step)
+                began = self._armed.get(text, step - 1) + 1
                 findings.append(Finding(self.guard, action, message, save=action == "checkpoint", began=began))
             self._reported.add(text)
         return findings

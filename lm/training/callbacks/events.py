@@ -25,9 +25,9 @@ from lm.system.parsing import nonnegative
 from lm.system.units import format_count, plural
 from lm.training.callback import Callback
 from lm.training.callbacks.call_thread import CallThread
+from lm.training.callbacks.guards import Finding
 from lm.training.callbacks.run_folder import STATUS, RunFolder
 from lm.training.config import Action
-from lm.training.guards import Finding
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 

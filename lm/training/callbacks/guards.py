@@ -4,20 +4,33 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lm.errors import GuardStop
 from lm.runs.trainer_json import find_damage
 from lm.system.process import steady_time
 from lm.training.callback import Callback, call_hook
-from lm.training.callbacks.logging import remaining
 from lm.training.checkpoint_content import from_content
 from lm.training.config import Action
-from lm.training.guards import Finding, Line
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+class Finding(NamedTuple):
+    """What a guard has found, and what is to be done."""
+
+    guard: str  # `alert`, `not-finite`, `budget`, `throughput`, `spike` or `drill`
+    action: Action
+    message: str
+    # Take a checkpoint of this step. A `stop` does so where nothing is wrong with the weights. Otherwise `last` stays
+    # what it was: `auto` must not resume from a state that may be broken.
+    save: bool = False
+    began: int | None = None  # the step from which on something may be wrong; None: the newest
+
+    def __str__(self) -> str:
+        return f"{self.guard}: {self.message}" + ("" if self.action == "warn" else f": {self.action}")
 
 
 def act(trainer: Trainer, pl_module: LanguageModule, finding: Finding) -> None:
@@ -71,23 +84,11 @@ class Guard(Callback, ABC):
     """
 
     @abstractmethod
-    def observe(self, line: Line) -> list[Finding]:
-        """What this line shows. It changes nothing of the training."""
+    def observe(self, trainer: Trainer, metrics: Mapping[str, float]) -> list[Finding]:
+        """What the metrics of a log line, a validation or an evaluation show. It changes nothing of the training."""
 
     def on_metrics(self, trainer: Trainer, pl_module: LanguageModule, metrics: Mapping[str, float]) -> None:
-        line = Line(
-            trainer.run.name,
-            trainer.global_step,
-            trainer.max_steps,
-            trainer.tokens_seen,
-            metrics,
-            trainer.options.log_interval,
-            pl_module.options.schedule,
-            remaining(trainer)[1],
-            steps=trainer.run_state.stats.recent,
-            scaled=trainer.run_state.stats.scaled,
-        )
-        for finding in trainer.strategy.broadcast(self.observe(line)):
+        for finding in trainer.strategy.broadcast(self.observe(trainer, metrics)):
             act(trainer, pl_module, finding)
 
 
@@ -104,13 +105,13 @@ class NotFinite(Guard):
     def __init__(self, policy: Literal["skip", "stop"], max_skipped: int) -> None:
         self.policy, self.max_skipped, self._in_a_row = policy, max_skipped, 0
 
-    def observe(self, line: Line) -> list[Finding]:
-        if "train/loss" not in line.metrics:
-            loss = line.metrics.get("val/loss", 0.0)
+    def observe(self, trainer: Trainer, metrics: Mapping[str, float]) -> list[Finding]:
+        if "train/loss" not in metrics:
+            loss = metrics.get("val/loss", 0.0)
             return [] if math.isfinite(loss) else [Finding("not-finite", "warn", f"validation loss {loss}")]
-        skipped = []
-        for step in line.steps:
-            if math.isfinite(step.loss) and (line.scaled or math.isfinite(step.grad_norm)):
+        skipped, stats = [], trainer.run_state.stats
+        for step in stats.recent:
+            if math.isfinite(step.loss) and (stats.scaled or math.isfinite(step.grad_norm)):
                 self._in_a_row = 0
             else:
                 self._in_a_row += 1
@@ -121,7 +122,7 @@ class NotFinite(Guard):
         more = f" and {len(skipped) - 1} more since" if len(skipped) > 1 else ""
         message = (
             f"step {first.step}{more} changed no weight: its loss is {first.loss:.4g}, its gradient norm "
-            f"{first.grad_norm:.4g}; `lm data show --run {line.run} --step {first.step}` has its samples"
+            f"{first.grad_norm:.4g}; `lm data show --run {trainer.run.name} --step {first.step}` has its samples"
         )
         if too_many:
             message += f"; {self._in_a_row} in a row are as many as guards.max_skipped allows"

@@ -214,7 +214,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         self._peak = trainer.device_peak and trainer.device_peak * trainer.world_size
-        around_fetches(trainer, self._note_time, self._note_time)
+        around_fetches(trainer, self._note_time)
         self._on_gpu = pl_module.device.type == "cuda"
         self._since, self._paused, self._step = time.monotonic(), 0.0, trainer.global_step
 

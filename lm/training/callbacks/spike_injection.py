@@ -8,8 +8,7 @@ import torch
 from lm.data.loader import Batch
 from lm.data.rare import RARE_FRACTION, rare_rows, rare_tokens
 from lm.training.callback import Callback
-from lm.training.callbacks.guards import act
-from lm.training.guards import Finding
+from lm.training.callbacks.guards import Finding, act
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 

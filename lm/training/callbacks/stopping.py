@@ -16,6 +16,7 @@ from lm.system.stop_signals import STOP
 from lm.system.units import plural
 from lm.training.callback import Callback, call_hook
 from lm.training.config import EarlyStoppingConfig
+from lm.training.end_of_run import end_run
 from lm.training.lightning_patches import drop_sigterm_broadcast
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
@@ -55,7 +56,7 @@ class Interrupt(Callback, Checkpoint):
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LanguageModule, *args: Any) -> None:
         if trainer.fitting and self._any_rank_asked():
             trainer.run_state.pending_validation = True
-            trainer.end_run()
+            end_run(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModule) -> None:
         ends_anyway = trainer.should_stop and trainer.run_state.stop is None
@@ -72,7 +73,7 @@ class Interrupt(Callback, Checkpoint):
         if trainer.run_state.stop is None and trainer.global_step >= trainer.max_steps:
             STOP.disarm()  # nothing is left to interrupt
         elif stop_requested or trainer.run_state.stop is not None:
-            trainer.end_run()
+            end_run(trainer)
 
     def _end_now(self, trainer: Trainer) -> None:
         """Called by the watchdog's thread just before it ends the process."""

@@ -1,10 +1,11 @@
 """A guard of the smallest acceptable throughput, which names the causes of a lower one."""
 
+from collections.abc import Mapping
+
 from lm.kernels.torch_private import compiled_graphs
 from lm.system.units import format_count, plural
-from lm.training.callbacks.guards import Guard
+from lm.training.callbacks.guards import Finding, Guard
 from lm.training.config import ThroughputConfig
-from lm.training.guards import Finding, Line
 from lm.training.module import LanguageModule
 from lm.training.trainer import Trainer
 
@@ -32,8 +33,8 @@ class ThroughputFloor(Guard):
         self._below = 0  # log lines in a row
         self._graphs = 0  # that torch.compile had made when the first of them began
 
-    def observe(self, line: Line) -> list[Finding]:
-        rate, floor = line.metrics.get("perf/tokens_per_second"), self.config.floor
+    def observe(self, trainer: Trainer, metrics: Mapping[str, float]) -> list[Finding]:
+        rate, floor = metrics.get("perf/tokens_per_second"), self.config.floor
         if floor is None or rate is None:
             return []
         graphs, reason = compiled_graphs()
@@ -44,9 +45,9 @@ class ThroughputFloor(Guard):
         if self._below != self.config.patience:
             return []
         lines = plural(self._below, "log line")
-        causes = self._causes(line.metrics.get("perf/data_wait"), graphs - self._graphs, reason, lines)
+        causes = self._causes(metrics.get("perf/data_wait"), graphs - self._graphs, reason, lines)
         message = f"{format_count(rate)} tokens/s, below {format_count(floor)} for {lines}: {'; '.join(causes)}"
-        action = self.config.action if line.step < line.max_steps else "warn"
+        action = self.config.action if trainer.global_step < trainer.max_steps else "warn"
         return [Finding("throughput", action, message, save=action != "warn")]
 
     def _causes(self, data_wait: float | None, graphs: int, reason: str, lines: str) -> list[str]:
