@@ -12,6 +12,7 @@ from lm.model.config import CUSTOM_MODEL_TYPE
 from lm.runs.run import ROOT, Run, is_of_a_run
 from lm.system import process
 from lm.system.parsing import parse_yaml, read_object
+from lm.system.removed_options import drop_removed
 from lm.system.units import shown
 
 CONFIGS = (Path("configs"), Path(lm.__file__).parent / "configs")
@@ -34,7 +35,7 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config."""
+    """The content of a config, without the options that were removed from `lm`, if set to the default that they had."""
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:  # of a run
@@ -43,6 +44,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise RequestError(f"config {path} cannot be read: {error}") from error
+    drop_removed(document)
     if document is None:
         raise RequestError(f"config {path} is empty; configs/tiny.yaml is one to begin with")
     if not isinstance(document, dict):

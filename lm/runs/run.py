@@ -23,6 +23,7 @@ from lm.runs.trainer_json import best_name
 from lm.system.files import Attempts, append_line, read_lines, remove_stale, stated_digest, write_atomically
 from lm.system.parsing import DAMAGE_ERRORS, nonnegative, parse_json, parse_yaml
 from lm.system.process import launch_command, program
+from lm.system.removed_options import drop_removed
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Run:
             return {}
         if not isinstance(config, dict):
             return {}
+        drop_removed(config)
         groups = ("trainer", "model", "data")
         return {key: value for key, value in config.items() if key not in groups or isinstance(value, dict)}
 

@@ -41,7 +41,8 @@ def build_options(options: type, caller: str, *args: Any, **values: Any) -> Any:
     if unknown := [name for name in values if name not in kinds]:
         from lm.system.other_names import nearest_option, unknown_options
 
-        hints = {name: nearest_option(name, list(kinds)) for name in unknown}
+        section = options.__name__.removesuffix("Config").lower()  # ModelConfig: `model`
+        hints = {name: nearest_option(name, list(kinds), section) for name in unknown}
         raise RequestError(f"{caller}: {unknown_options(hints)}")
     for name, value in values.items():
         if isinstance(value, str | float) and Count in (kinds[name], *get_args(kinds[name])):

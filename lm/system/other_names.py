@@ -2,6 +2,7 @@
 
 from difflib import get_close_matches
 
+from lm.system.removed_options import REMOVED
 from lm.system.units import MAX_SHOWN, listed
 
 MAX_OPTIONS, MAX_UNKNOWN = 10, 6  # options listed in a message
@@ -85,10 +86,15 @@ FIXES = {
 }  # fmt: skip
 
 
-def nearest_option(name: str, known: list[str]) -> str:
-    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few."""
+def nearest_option(name: str, known: list[str], section: str = "") -> str:
+    """A hint for an option that does not exist: what to do instead, or the nearest name, or the options if few.
+
+    `section` is that of a name without it, such as `model` of an argument of `LanguageModule`.
+    """
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
+    if (full := f"{section}.{name}" if section else name) in REMOVED:
+        return REMOVED[full][1]
     if "trainer.max_steps" in known and (fixes := [fix for fix, others in FIXES.items() if last in others.split()]):
         return fixes[0]
     renamed = ".".join(GROUPS.get(part, part) for part in name.split("."))

@@ -3,10 +3,12 @@
 import re
 from typing import Any
 
+from lm.system.removed_options import REMOVED
+
 USER = re.compile(r"(?<=://)(?:[^\s/@]*@|[^\s/:]*:(?!\d+/)[^\s]*@)")  # user and password in a URL
 QUERY = re.compile(r"(://[^\s?#'\"]*)[?#][^\s'\"]*")  # query of a URL, which may be a signature
 SECRET = re.compile(r"passw|secret|credential|(api|access|private)_?key|(auth|access|api|hf|bearer)_?token", re.I)
-PRIVATE = ("on_event",)  # it may hold addresses to which anybody who knows them can write
+PRIVATE = ("on_event", *REMOVED)  # it may hold addresses to which anybody who knows them can write
 
 
 def public(value: Any) -> Any:
