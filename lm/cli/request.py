@@ -200,6 +200,8 @@ def describe_option(command: str, message: str) -> str:
     if name == "trainer.precision" and (near := OTHER_PRECISIONS.get(value)):
         device = ", on an NVIDIA GPU from Hopper on" if near.startswith("fp8") else ""
         return f"{message}; did you mean {near}{device}?"
+    if name == "data.path" and value.startswith("["):
+        return f"{name} is one folder; several are data.sources, such as [{{name: a, path: data/a, weight: 1}}, ...]"
     for option in all_options(command):
         example = re.search("such as `.*?`", option.help)
         if option.name == name and example and re.match("expected (a list|dict|keys)|Expected a dot", problem):

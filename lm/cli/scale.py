@@ -218,6 +218,7 @@ BIGRAMS = "  bigram_init: true  # embedding and output begin with which token fo
 RESHUFFLE = "  reshuffle: documents  # shuffled in every epoch, so that no sample is repeated exactly\n"
 ONE_DEVICE = "1  # enough for so few samples"
 ALL_DEVICES = "auto  # all devices of the node; also under torchrun and SLURM"
+FEW_STEPS = "smaller than for a long run, for more steps (measured)"
 BEST_BATCH = "the power of two nearest to the optimum for this run (arXiv:2505.13738)"
 YAML = """\
 # {title}
@@ -339,6 +340,7 @@ def write_yaml(
     numbers |= optimizer.values(recipe.steps, recipe.batch_tokens)
     window = "" if decoder.sliding_window is None else WINDOW.format(decoder.sliding_window)
     repeated = recipe.tokens > options.text_tokens
+    few_steps = recipe.batch_tokens < 0.7 * rules.published_batch_tokens(recipe.tokens)
     little = repeated and options.text_tokens <= LITTLE
     memory = min(recipe.memory, MATRIX_MEMORY) if little else recipe.memory
 
@@ -381,7 +383,7 @@ def write_yaml(
         micro_batch=samples_at_once or rules.micro_batch(recipe.batch, recipe.seq_len),
         batch=spelled_count(recipe.batch_tokens),
         samples=plural(recipe.batch, "sample"),
-        batch_reason="as --batch_tokens says" if options.batch_tokens else BEST_BATCH,
+        batch_reason="as --batch_tokens says" if options.batch_tokens else FEW_STEPS if few_steps else BEST_BATCH,
         reshuffle=RESHUFFLE if repeated and not manifest(options.data).get("packed") else "",
         val_tokens=spelled_count(validated_samples(recipe) * recipe.seq_len),
     )

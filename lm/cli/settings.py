@@ -44,7 +44,7 @@ def check_config_not_needed(command: str, values: Mapping[str, Any]) -> None:
     with_data = command == "fit" and any(name.startswith("data.") for name in values)
     if not with_data and "print_config" not in values:
         if run := values.get("run"):
-            raise RequestError(f"--ckpt_path auto resumes the run {run}; a new run needs a config, by --config")
+            raise RequestError(f"a new run needs a config, by --config; to resume one: --run {run} --ckpt_path auto")
         raise RequestError(f"give a config with --config, such as `lm {command} --config tiny.yaml`")
 
 
@@ -83,6 +83,8 @@ def read_options(command: str, arguments: list[str]) -> list[tuple[str, Any]]:
             if typed and kinds.get(typed[-1][0], "").startswith("tuple"):
                 name, first = typed[-1]
                 hint = f"; did you mean --{name} '[{first}, {value}]'?"
+            elif typed and kinds.get(typed[-1][0]) == "bool":
+                hint = f": --{typed[-1][0]} takes true or false"
             elif typed and str(typed[-1][1]).startswith(("[", "{")):
                 hint = "; a list or mapping needs quotes around it"
             raise RequestError(f"{shown(value)} belongs to no option{hint}")

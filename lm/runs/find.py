@@ -56,6 +56,8 @@ def unknown_run(name: str, root: str | Path) -> RequestError:
         return RequestError(
             f"{folder} has lost its run.json, so it is no run any more; its model is --ckpt_path {folder}/last"
         )
+    if (Path(name).parent / "run.json").is_file():
+        return RequestError(f"{name} is in the folder of a run: give the run alone, {Path(name).parent}")
     hint = nearest_runs(name, root) or "; `lm runs ls` lists them"
     return RequestError(f"no run {name!r} under {root} or in the registry{hint}")
 

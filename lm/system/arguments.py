@@ -167,7 +167,7 @@ def shorten(message: str, known: list[str]) -> str:
     from lm.system.other_names import nearest_option, unknown_options
 
     if unrecognized := re.search(r"unrecognized arguments: (.*)", message):
-        names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("--")]
+        names = [word.lstrip("-").partition("=")[0] for word in unrecognized[1].split() if word.startswith("-")]
         if not names:
             hint = f"; did you mean --{unrecognized[1]}?" if "=" in unrecognized[1] else ""
             return f"{shown(unrecognized[1])} belongs to no option{hint}"

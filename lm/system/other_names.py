@@ -20,6 +20,7 @@ OPTIONS = {
     "trainer.precision": "dtype mixed_precision amp bf16 fp16",
     "trainer.devices": "gpus num_gpus n_gpus num_devices",
     "trainer.default_root_dir": "out_dir output_dir root",
+    "trainer.early_stopping.patience": "patience early_stopping_patience",
     "model.optimizer.name": "optimizer optim",
     "model.optimizer.lr": "learning_rate max_lr peak_lr",
     "model.optimizer.weight_decay": "wd decay",
@@ -80,9 +81,11 @@ FIXES = {
     "give model.schedule.final_fraction, a fraction of lr: 0.1 ends at a tenth of it": "min_lr",
     "give data.val_tokens, which counts tokens and not batches: 64K": "limit_val_batches eval_iters",
     "give --ckpt_path auto, which resumes the newest run of this config; `last` or a folder chooses":
-        "resume resume_from",
+        "resume resume_from resume_from_checkpoint",
     "give --model.schedule.warmup_ratio, and --model.schedule.warmup_steps 0 if the config has some": "warmup_ratio",
     "leave it out; threads of the training process read the data, which is faster": "num_workers",
+    "leave it out: attention weights have no dropout; model.decoder.dropout is that of embeddings and blocks":
+        "attention_dropout attn_dropout attn_pdrop",
 }  # fmt: skip
 
 
@@ -97,6 +100,8 @@ def nearest_option(name: str, known: list[str], section: str = "") -> str:
         return REMOVED[full][1]
     if "trainer.max_steps" in known and (fixes := [fix for fix, others in FIXES.items() if last in others.split()]):
         return fixes[0]
+    if (plain := name.removeprefix("no_")) in known and plain != name:
+        return f"give --{plain} {'null' if any(one.startswith(f'{plain}.') for one in known) else 'false'}"
     renamed = ".".join(GROUPS.get(part, part) for part in name.split("."))
     if renamed != name and renamed in known:
         return f"did you mean {renamed!r}?"

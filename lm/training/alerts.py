@@ -17,13 +17,13 @@ FORM = re.compile(
     r"(?: *\* *median\( *([\w/]+) *, *([1-9]\d{0,3}) *\))?",
     re.ASCII,
 )
-ALLOWED = (
-    "a condition is `metric op number`, such as `loss > 10`, or `metric op number * median(metric, n)`, such "
-    f"as `loss > 1.5 * median(loss, 50)`, where op is one of {' '.join(COMPARISONS)} and n is at most 9,999"
-)
-
 # Name of a metric in a condition -> its name in the log.
 NAMES = {metric.alert: name for name, metric in METRICS.items() if metric.alert} | {"step": "step"}
+ALLOWED = (
+    "a condition is `metric op number`, such as `loss > 10`, or `metric op number * median(metric, n)`, such "
+    f"as `loss > 1.5 * median(loss, 50)`, where op is one of {' '.join(COMPARISONS)} and n is at most 9,999; "
+    f"metrics are {', '.join(NAMES)}"
+)
 LOGGED = {name.replace("/", "_"): alert for alert, name in NAMES.items()}  # a condition may also say `val/loss`
 
 

@@ -46,6 +46,7 @@ CHARACTERS = 11_000_000  # of a corpus, at most
 SEEDS = {4: (1, 2, 3), 6: (1, 2, 3), 8: (1, 2)}  # by depth; nanochat's scale is chosen with another seed
 TUNING_SEED = 101
 SCALES, BATCHES = (6.0, 9.0, 12.0, 18.0), (4_096, 8_192)  # of nanochat
+OUR_BATCH = 4_096  # what `lm scale` gives for so many tokens
 SEQ_LEN, TOKENS = 256, 300 * 8_192
 TOKEN_FACTOR, TIME_FACTOR = 1.15, 1.3  # what is claimed
 
@@ -206,7 +207,7 @@ class Comparison:
                        "batch": batch, "seed": TUNING_SEED, "tokens": TOKENS}  # fmt: skip
             for seed, corpus in itertools.product(SEEDS[depth], self.corpora):
                 where = {"depth": depth, "corpus": corpus, "seed": seed}
-                yield {"purpose": "ours", "recipe": "ours", "scale": 1.0, "batch": 8_192, "tokens": TOKENS, **where}
+                yield {"purpose": "ours", "recipe": "ours", "scale": 1.0, "batch": OUR_BATCH, "tokens": TOKENS, **where}
                 setting = self.best_setting(depth)
                 if setting is None:
                     continue

@@ -81,7 +81,7 @@ MISTAKES = {  # typed -> said
     "a dotted name and its group": (["fit", "--config", "twice.yaml"], "twice.yaml: model.optimizer.lr is there twice"),
     "no is no group": ([*FIT, "--samples", "false"], "samples: {prompts: ...} in a config, or give --samples.prompts ...; null is for the defaults"),
     "a run for a plan": (["plan", "--config", "small.yaml", "--run", "a"], "no option 'run'; `lm plan --help all` lists them"),
-    "a run without its checkpoint": (["fit", "--run", "mine"], "--ckpt_path auto resumes the run mine; a new run needs"),
+    "a run without its checkpoint": (["fit", "--run", "mine"], "a new run needs a config, by --config; to resume one: --run mine --ckpt"),
     "epochs for a length": ([*FIT, "--trainer.max_steps", "null", "--trainer.max_epochs", "2"], "max_epochs is only a limit"),
     "a trained tokenizer": ([*FIT, "--data.tokenizer", "bpe"], "data.tokenizer bpe is no file: give data.prepare.tokenizer"),
     "a callback's file": ([*FIT, "--trainer.callbacks", "norm.py"], "norm.py is a file: give the class in it, as norm.NAME"),

@@ -94,6 +94,13 @@ def test_help_and_a_wrong_name_need_no_torch(tmp_path):
     (["fit", "--model.decoder.max_position_embeddings", "256", "--data.global_batch_tokens", "128"],
      "an optimizer step only data.global_batch_tokens 128: give --data.seq_len 32, for shorter samples, or a larger batch"),
     (["fit", "--trainer.max_steps", "5", "--trainer.max_tokens", "1M"], "give one of trainer.max_steps and trainer."),
+    (["fit", "--trainer.patience", "2"], "did you mean 'trainer.early_stopping.patience'?"),
+    (["fit", "--model.decoder.attention_dropout", "0.1"], "leave it out: attention weights have no dropout; model.deco"),
+    (["fit", "--resume_from_checkpoint", "true"], "give --ckpt_path auto, which resumes the newest run of this config"),
+    (["fit", "--model.decoder.qk_norm", "1"], "'1' belongs to no option: --model.decoder.qk_norm takes true or false"),
+    (["fit", "--no-model.decoder.qk_norm"], "give --model.decoder.qk_norm false"), (["fit", "--no_samples"], "null"),
+    (["fit", "--guards.alerts", "{gradient norm > 1: stop}"], "is at most 9,999; metrics are loss, max_loss, "),
+    (["generate", "--prompt", "a", "-n", "3"], "there is no option 'n'; did you mean 'num_samples'?"),
     (["fit", "trainer.max_steps=5"], "did you mean --trainer.max_steps=5?"),
     (["fit", "--trainer.log_interval", "null"], "lm fit: trainer.log_interval is null, which means "),
     *((command.split(), "no run 'nothing' under checkpoints or in the registry; `lm runs ls` lists") for command in (
@@ -213,6 +220,7 @@ def test_the_hint_for_a_warm_up_ratio_works_when_typed(tmp_path):
 @pytest.mark.parametrize("text, message", [
     ("trainer: {max_step: 1}", "config small.yaml: there is no option 'trainer.max_step'; did you mean 'trainer.max"),
     ("data: {prepare: {tokeniser: 1}}", "did you mean 'data.prepare.tokenizer'?"),
+    ("data: {path: [a, b]}", "data.path is one folder; several are data.sources, such as [{name: a, path: data/a, wei"),
     ("trianer: {max_steps: 1}", "there is no option 'trianer'; did you mean 'trainer'?"),
     ("", "config small.yaml is empty"),
     ("trainer:\n\tmax_steps: 5", "line 2, 'max_steps: 5': it is indented with a tab: use spaces"),

@@ -141,6 +141,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(place, tmp_path):
     make(tmp_path, "depth-12"), registry.note([make(tmp_path / "other", "depth-20")])
     with pytest.raises(RequestError, match="no run 'depth-21' .* did you mean depth-12"):
         find_run("depth-21", tmp_path)
+    with pytest.raises(RequestError, match="is in the folder of a run: give the run alone, .*/depth-12$"):
+        find_run(str(tmp_path / "depth-12/best"))
     for name in ("xyz", "deep"):
         with pytest.raises(RequestError, match="`lm runs ls` lists them"):
             find_run(name, tmp_path)
