@@ -91,9 +91,8 @@ def prepare_part(options: PrepareOptions, task: int, tasks: int) -> str:
 
 def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], Tokenizer | None, dict[str, Any]]:
     """The options with a fraction for validation, the files, the tokenizer unless it is to be learned, and the plan."""
+    known = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if options.chat and options.seq_len is None:
-        if options.tokenizer not in LEARNED:
-            Tokenizer.load(options.tokenizer, options.eos_token)  # raises where it is not there
         options = replace(options, seq_len=_context(options.tokenizer))
     options.check()
     output = Path(options.output)
@@ -101,7 +100,6 @@ def _examine(options: PrepareOptions) -> tuple[PrepareOptions, list[TextFile], T
     if options.val_fraction is None:
         fraction = VAL_BYTES / max(1, sum(file.text_bytes for file in files))
         options = replace(options, val_fraction=round(min(0.1, max(0.01, fraction)), 3))
-    known = None if options.tokenizer in LEARNED else Tokenizer.load(options.tokenizer, options.eos_token).bare()
     if options.chat and known is not None:
         known = _with_template(known, files)
     if known is None and any(file.kind == "flat" for file in files):
