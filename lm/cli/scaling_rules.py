@@ -15,7 +15,7 @@ from lm.training.builtin_optimizers import OptimizerName
 from lm.training.optimizer_rules import RULES
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al., 2022, arXiv:2203.15556; nanochat takes 12, with Muon
-BIGRAM_MAX_STEPS, BIGRAM_MAX_VOCABULARY = 1_000, 8_192  # the longest run and largest vocabulary with `bigram_init`
+BIGRAM_MAX_STEPS, BIGRAM_MAX_VOCABULARY = 2_000, 8_192  # the longest run and largest vocabulary with `bigram_init`
 SMALL_STEP, MANY_STEPS = 4_096, 1_200  # tokens of a step, and steps, of a run shorter than the published rule is for
 DEVICES = 8  # of a node; a batch of as many samples or more divides evenly over 8, 4, 2 and 1
 DEVICE_TOKENS = 16_384  # the most tokens of a micro-batch, until `lm plan --fit` finds how many fit
@@ -76,7 +76,7 @@ class Recipe:
     def bigram_init(self) -> bool:
         """Whether the run begins with embedding and output matrix from bigrams of the data.
 
-        Measured in runs of 300 and 600 steps (tests/benchmarks/README.md, "Bigrams before the first step").
+        Measured in runs of 300 to 1,200 steps (tests/benchmarks/README.md, "Bigrams before the first step").
         """
         small = self.steps <= BIGRAM_MAX_STEPS and self.decoder.vocab_size <= BIGRAM_MAX_VOCABULARY
         return self.optimizer == "muon" and small

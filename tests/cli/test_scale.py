@@ -112,8 +112,8 @@ def test_short_runs_average_over_fewer_steps_and_short_contexts_turn_faster():
 
 
 @pytest.mark.parametrize("options, begins", [
-    ({"max_steps": 1_000, "vocab_size": 8_192}, True), ({"max_steps": 1_001, "vocab_size": 8_192}, False),
-    ({"max_steps": 1_000, "vocab_size": 8_193}, False),
+    ({"max_steps": 2_000, "vocab_size": 8_192}, True), ({"max_steps": 2_001, "vocab_size": 8_192}, False),
+    ({"max_steps": 2_000, "vocab_size": 8_193}, False),
     ({"max_steps": 100, "vocab_size": 4_096, "optimizer": "adamw"}, False),
 ])  # fmt: skip
 def test_short_runs_of_a_small_vocabulary_begin_with_bigrams(options, begins):
